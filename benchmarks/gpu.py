@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py [--parts step,decode,memory,scaling] [--out DIR] [--limit 480]
 
-Parts are step, decode, memory, scaling, regime, lora and modes. If a part fails or exceeds its time limit, the next
-ones still run, and the exit code is 1. Arguments after `--` are passed to every part.
+Parts are step, decode, memory, scaling, regime, lora, modes and vision. If a part fails or exceeds its time limit, the
+next ones still run, and the exit code is 1. Arguments after `--` are passed to every part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiny import table
 
 HERE = Path(__file__).parent
 GRACE = 30  # seconds to report what was measured within the limit
-PARTS = ("step", "decode", "memory", "scaling", "regime", "lora", "modes")
+PARTS = ("step", "decode", "memory", "scaling", "regime", "lora", "modes", "vision")
 
 
 def run_part(part: str, words: Sequence[str], out: Path, limit: float) -> tuple[str, float]:

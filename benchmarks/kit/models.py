@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from covey.models.families import auto_model
+
 # As published; rope, norms and biases are Qwen2's.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -80,11 +82,9 @@ def load_config(name: str) -> Any:
 
 def random_model(config: Any, device: str, dtype: str, seed: int = 0) -> Any:
     """Create the model on the device in its final precision, without copies. A seed determines the weights."""
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
+        model = auto_model(config).from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
     return model.eval()
 
 

@@ -22,7 +22,7 @@ from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, TrainingSource
 from covey.rollout.rendering import Renderer
 from covey.training.step import Pipeline, Schedule, StepResult, step
-from covey.types import Collected, Completion, Episode, Group, Sampling, StopReason, Task, Turn
+from covey.types import Collected, Completion, Episode, Group, Messages, Sampling, StopReason, Task, Turn
 from kit.measure import Stopwatch, now, reset_peak
 from kit.models import SHAPES, model_folder, word_tokenizer
 
@@ -101,22 +101,24 @@ class Trainer:
         self.steps = 0
 
     def run(
-        self, prompts: Sequence[str], group: int, max_tokens: int, *, warmup: int, steps: int
+        self, prompts: Sequence[str | Messages], group: int, max_tokens: int, *, warmup: int, steps: int
     ) -> list[tuple[Timed, StepResult]]:
-        """Time each step on the same prompts after the warm-up; the peak memory is that of the timed steps."""
+        """Time each step on the same prompts, texts or messages, after the warm-up; the peak memory is that of the
+        timed steps."""
         gc.collect()  # engine and event loop are a reference cycle, which would keep the last cache
         return asyncio.run(self._run(prompts, group, max_tokens, warmup, steps))
 
     async def _run(
-        self, prompts: Sequence[str], group: int, max_tokens: int, warmup: int, steps: int
+        self, prompts: Sequence[str | Messages], group: int, max_tokens: int, warmup: int, steps: int
     ) -> list[tuple[Timed, StepResult]]:
-        tasks = [Task(str(n), ({"role": "user", "content": text},)) for n, text in enumerate(prompts)]
+        tasks = [Task(str(n), _messages(prompt)) for n, prompt in enumerate(prompts)]
         spec = self.spec
+        renderer = Renderer(spec.model.tokenizer, vision=spec.model.vision)
         sampled = endless(spec) if self.fixed else spec
         engine: Any = make_engine(_with_rows(sampled, len(tasks) * group), self.learner.model)
         rewards = resolve_rewards(checksum, None, {})
         source = TrainingSource(
-            Collector(engine, Renderer(spec.model.tokenizer), resolve_agent("chat"), rewards, 0, NO_DEADLINE),
+            Collector(engine, renderer, resolve_agent("chat"), rewards, 0, NO_DEADLINE),
             lambda _: tasks,
             attempts=group,
             sampling=Sampling(max_tokens=max_tokens),
@@ -139,6 +141,10 @@ class Trainer:
         finally:
             engine.close()
         return found[warmup:]
+
+
+def _messages(prompt: str | Messages) -> Messages:
+    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
 
 
 def _with_rows(spec: Spec, rows: int) -> Spec:

@@ -280,6 +280,13 @@ def load(image: Image | ImageFile) -> Image:
     return image_of_bytes(data, place)
 
 
+def data_url(image: Image | ImageFile) -> str:
+    """The image as text: data:image/png;base64,..."""
+    data = load(image).data
+    kind = suffix_of(data).removeprefix(".").replace("jpg", "jpeg") or "png"
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
 def suffix_of(data: bytes) -> str:
     """The usual suffix of a file with these contents."""
     heads = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"RIFF": ".webp", b"GIF8": ".gif", b"BM": ".bmp"}

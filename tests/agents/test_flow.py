@@ -74,6 +74,7 @@ class Result:
     use: ToolUse
     ended: bool = False
     answer: str | None = None
+    images: tuple[Any, ...] = ()
     reward: float | None = None
 
 

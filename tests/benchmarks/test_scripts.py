@@ -59,6 +59,7 @@ LESS = {
     "step": ["--tiny", "--out", "results", "--sides", "covey"],
     "turn_credit": ["--seeds", "0"],
     "two_rewards": ["--seeds", "0"],
+    "vision": ["--tiny", "--out", "results"],
 }
 NOT_RUN = {
     "dash": "needs playwright and chromium (make dash-test)",

@@ -10,6 +10,8 @@ import pytest
 from covey.algorithms import algorithm_schemas, schema
 from covey.cli.main import main
 from covey.config import compose
+from covey.telemetry.jsonl import read_episodes
+from tests.vision.tiny import drawn, vlm_folder
 
 # examples/train_scripts/run_gui_agent.sh of AgentFly, with its variables filled in.
 MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
@@ -80,3 +82,49 @@ def test_the_command_validates(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the model is not looked up
     assert main(["train", "--validate-only", *shlex.split(COMMAND)]) == 0
     assert "the settings are valid" in capsys.readouterr().out
+
+
+def test_the_command_runs_with_a_small_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the changes that docs/guides/from-agentfly.md names, another model and less of everything."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    import pyarrow
+
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {
+            "question": "<image>Open the menu.",
+            "images": [{"bytes": drawn(48, 32, seed=n), "path": None}],
+            "gt_action": "click",
+            "gt_bbox": [2.0, 2.0, 20.0, 20.0],
+            "gt_input_text": "no input text",
+        }
+        for n in range(4)
+    ]
+    folder = tmp_path / "data/rlhf/gui"
+    folder.mkdir(parents=True)
+    for name in ("train", "test"):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"gui_r1_{name}.parquet")
+    model = vlm_folder(tmp_path / "model", "qwen2_5_vl")
+    changes = {
+        "actor_rollout_ref.rollout.name": "embedded",
+        "trainer.n_gpus_per_node": "1",
+        "trainer.logger": "['console']",
+        "data.train_batch_size": "2",
+        "data.val_batch_size": "2",
+        "agent.generation_config.max_tokens": "6",
+        "agent.num_chains": "2",
+        "actor_rollout_ref.rollout.n": "2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": "2",
+        "trainer.total_training_steps": "2",
+    }
+    words = []
+    for word in shlex.split(COMMAND.replace(MODEL, str(model))):
+        key, _, value = word.partition("=")
+        words.append(f"{key}={changes.get(key, value)}")
+    assert main(["train", *words]) == 0, capsys.readouterr().err
+    (run,) = Path("outputs").glob("*/*")
+    episodes = list(read_episodes(run / "episodes.jsonl"))
+    assert len({episode["step"] for episode in episodes}) == 2
+    assert all(set(episode["rewards"]) >= {"gui_reward"} for episode in episodes)

@@ -131,14 +131,18 @@ class RunningGateway:
 
 @contextmanager
 def serve_engine(
-    engine: Any, sampling: Sampling | None = None, context_length: int | None = None, **limits: Any
+    engine: Any,
+    sampling: Sampling | None = None,
+    context_length: int | None = None,
+    vision: Any = None,
+    **limits: Any,
 ) -> Iterator[RunningGateway]:
     """`covey serve` without a command line."""
     from covey.agents.formats.detect import choose_format
 
     tokens = engine.tokenizer
     numbers = count()
-    renderer = Renderer(tokens, context_length)
+    renderer = Renderer(tokens, context_length, vision)
 
     def new_policy() -> EpisodePolicy:
         stream = (0, "test", next(numbers))

@@ -92,6 +92,39 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(model: Path
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
 
 
+ASYNC: dict[str, Any] = {"mode": {"name": "async", "max_staleness": 2}}
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_sampling_ahead_with_images(model: Path, frozen: bool) -> None:
+    """With the vision tower trained, features change with the weights."""
+    settings = SMALL | ASYNC | {"loop": {"total_steps": 4}, "model.freeze_vision": frozen, "data.train_batch_size": 1}
+    run = covey.train(model=str(model), tasks=rows(), reward=vowels, algorithm="grpo", **settings)
+    records = [json.loads(line) for line in (Path(run.path) / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["metrics"] for record in records if record["kind"] == "step"]
+    assert len(steps) == 4 and max(step["policy/age_max"] for step in steps) in (1, 2)
+    assert all(step["optim/skipped"] == 0 for step in steps)
+
+
+def test_groups_sampled_ahead_keep_their_images_in_a_checkpoint(model: Path) -> None:
+    settings = SMALL | ASYNC | {"data.train_batch_size": 1}
+    settings |= {"loop": {"total_steps": 4, "save_every": 1, "keep_last": 10}}
+
+    def train(**changes: Any) -> Any:
+        return covey.train(model=str(model), tasks=rows(), reward=vowels, algorithm="grpo", **settings | changes)
+
+    whole = train()
+    ahead = 0
+    for checkpoint in sorted(Path(whole.path).glob("checkpoints/step-*"))[:-1]:
+        stored = json.loads((checkpoint / "state.json").read_text())["source"]["groups"]
+        ahead += len(stored)
+        for group in stored.values():
+            assert len(group["images"]) == 1 and all(turn["images"] for e in group["episodes"] for turn in e["turns"])
+    assert ahead, "no group was complete ahead of its step: the test shows nothing"
+    again = train(resume=str(Path(whole.path) / "checkpoints" / "step-000002"))
+    assert max(int(folder.name[5:]) for folder in Path(again.path).glob("checkpoints/step-*")) == 4
+
+
 def test_sft_eval_sample_and_export_from_files(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(4):
         Path(f"{number}.png").write_bytes(drawn(seed=number))
@@ -118,8 +151,7 @@ def test_sft_eval_sample_and_export_from_files(model: Path, capsys: pytest.Captu
     ("settings", "says"),
     [
         (["cluster=ray"], "cluster=ray does not work with images yet"),
-        (["mode=async"], "mode=async does not work with images yet"),
-        (["agent=flow"], "agent=flow does not work with images yet"),
+        (["agent=verifiers"], "agent=verifiers does not work with images yet"),
     ],
 )
 def test_what_does_not_work_yet_is_refused_by_name(

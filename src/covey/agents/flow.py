@@ -7,6 +7,8 @@ AgentFlow, Li et al. 2025, https://arxiv.org/abs/2510.05592
     verifier    sees the query and the memory; decides whether more is needed
     generator   writes the answer from the query and the memory
 
+Images of the task and of tool results are shown to every module, before its prompt.
+
 All modules are the same policy. Each turn is a separate conversation, so it becomes a separate row of tokens. The
 episode's reward goes to every trained turn: those of the modules in `agent.train_modules`. Modules are roles: a reward
 that returns {"planner": 1.0, "executor": 0.0, ...} gives each its own (rollout/roles.py).
@@ -29,6 +31,7 @@ from covey.agents.formats.llama import LlamaFormat
 from covey.agents.tools.session import ToolResult, paid
 from covey.agents.turns import Toolbox
 from covey.errors import unknown
+from covey.images import images_of, text_of, with_images
 from covey.protocols import NoRoom, Policy
 from covey.replies import thinking_end
 from covey.types import Episode, Messages, StopReason, Task, ToolUse
@@ -114,6 +117,7 @@ class Memory:
     steps: list[Step] = field(default_factory=list)
     replies: list[dict[str, Any]] = field(default_factory=list)
     uses: list[ToolUse] = field(default_factory=list)
+    images: list[Any] = field(default_factory=list)  # of the task and of results; every module sees them
     answer: str | None = None
 
     def __str__(self) -> str:
@@ -147,10 +151,10 @@ class FlowAgent:
         return replace(self, tools=self.tools.in_workers(pool))
 
     def opening(self, task: Task) -> tuple[Messages, None]:
-        return self._planner(_query(task), Memory()), None
+        return _with_images(self._planner(_query(task), Memory()), images_of(with_images(task.messages))), None
 
     async def run(self, policy: Policy, task: Task) -> Episode:
-        memory = Memory()
+        memory = Memory(images=list(images_of(with_images(task.messages))))
         try:
             stop = await self._run_modules(policy, _query(task), memory)
         except NoRoom:
@@ -184,7 +188,7 @@ class FlowAgent:
     async def _ask(self, module: str, policy: Policy, memory: Memory, messages: Messages) -> tuple[str, StopReason]:
         """A module's reply without its thinking. A truncated reply is useless to the other modules."""
         trained = module in self.modules or "all" in self.modules
-        reply = await policy.ask(messages, trained=trained, role=module)
+        reply = await policy.ask(_with_images(messages, memory.images), trained=trained, role=module)
         memory.replies.append({"role": "assistant", "name": module, "content": reply.text})
         if reply.stop is StopReason.LENGTH:
             raise NoRoom(f"the {module}'s reply was cut off")
@@ -210,6 +214,7 @@ class FlowAgent:
         text = policy.plain("\n".join(result.text for result in results))
         memory.steps.append(Step(policy.plain(goal), policy.plain("; ".join(map(_call_text, calls))), text))
         memory.uses += [result.use for result in results]
+        memory.images += [image for result in results for image in result.images]
         for result in results:
             if result.ended:
                 memory.answer = result.answer or ""
@@ -226,13 +231,22 @@ def _prompt(text: str, **parts: object) -> Messages:
     return ({"role": "user", "content": text.format(**parts)},)
 
 
+def _with_images(messages: Messages, images: Sequence[Any]) -> Messages:
+    """The prompt of a module, after the images."""
+    if not images:
+        return messages
+    (prompt,) = messages
+    parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": prompt["content"]}]
+    return ({**prompt, "content": parts},)
+
+
 def _query(task: Task) -> str:
     """The task as one text. Roles are written out if there is more than a system message and a question."""
-    system = [str(m["content"]) for m in task.messages if m["role"] == "system"]
+    system = [text_of(m["content"]) for m in task.messages if m["role"] == "system"]
     rest = [m for m in task.messages if m["role"] != "system"]
     if len(rest) == 1:
-        return "\n\n".join([*system, str(rest[0]["content"])])
-    return "\n\n".join([*system, *(f"{m['role']}: {m['content']}" for m in rest)])
+        return "\n\n".join([*system, text_of(rest[0]["content"])])
+    return "\n\n".join([*system, *(f"{m['role']}: {text_of(m['content'])}" for m in rest)])
 
 
 def _parse_plan(text: str) -> tuple[str, str]:

@@ -289,15 +289,14 @@ def check_vision(config: Config, source: ModelSource | None, messages: Sequence[
     unsupported = {
         "rollout=vllm": config.rollout.name == "vllm",
         "cluster=ray": config.cluster.name != "local",
-        "mode=async": config.mode.name == "async",
-        f"agent={config.agent.name}": config.agent.name in ("flow", "gateway", "verifiers"),
+        "agent=verifiers": config.agent.name == "verifiers",
         "learner.tensor_parallel": config.learner.tensor_parallel > 1,
         "teacher": config.teacher.name is not None,
     }
     if refused := [name for name, used in unsupported.items() if used]:
         raise InputError(
             f"{refused[0]} does not work with images yet, and {source.name} is a vision-language model\n"
-            "  supported: the embedded engine in one process, mode=sync, agents chat, hf, react, code, gui and your own"
+            "  supported: the embedded engine in one process, and every agent but verifiers"
         )
 
 

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from covey.errors import InputError
+from covey.images import data_url, has_images, image_of, is_image
 from covey.storage import TOO_DEEP, json_problem
 from covey.types import RewardTable, StopReason, Turn
 
@@ -128,7 +130,7 @@ def read_message(raw: Any, where: str = "message") -> Message:
     if role not in ROLES:
         raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {role!r:.40}")
     message: Message = {"role": "system" if role == "developer" else role}
-    message["content"] = _read_content(raw.get("content"), where)
+    message["content"] = _read_content(raw.get("content"), where, message["role"])
     if role == "assistant" and raw.get("tool_calls"):
         if not isinstance(raw["tool_calls"], list):
             raise invalid(f"{where}.tool_calls", "must be a list of function calls")
@@ -138,15 +140,43 @@ def read_message(raw: Any, where: str = "message") -> Message:
     return message | {key: raw[key] for key in ("name", "tool_call_id") if isinstance(raw.get(key), str)}
 
 
-def _read_content(raw: Any, where: str) -> str:
+def _read_content(raw: Any, where: str, role: str) -> str | list[dict[str, Any]]:
     if raw is None or isinstance(raw, str):
         return raw or ""
     parts = raw if isinstance(raw, list) else [raw]
+    if role == "user" and any(map(is_image, parts)):
+        return [_read_part(part, f"{where}.content[{index}]") for index, part in enumerate(parts)]
     if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         raise invalid(
-            f"{where}.content", "must be a string, or a list of text parts; images and audio are not supported"
+            f"{where}.content", "must be a string, or a list of text parts; users may send images; audio is unsupported"
         )
     return "".join(part["text"] for part in parts)
+
+
+def _read_part(part: Any, where: str) -> dict[str, Any]:
+    """A text, or an image as a data URL. A client may name no other place: it would be read on this machine."""
+    if not is_image(part):
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            raise invalid(where, "must be a text or an image")
+        return {"type": "text", "text": part["text"]}
+    link = part.get("image_url")
+    url = link.get("url") if isinstance(link, Mapping) else link
+    if part.get("type") != "image_url" or not isinstance(url, str) or not url.startswith("data:"):
+        raise invalid(where, 'an image is {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}')
+    try:
+        return {"type": "image", "image": image_of(url)}
+    except InputError as error:
+        raise invalid(where, str(error)) from error
+
+
+def to_openai_content(content: Any) -> Any:
+    """The content of a message with its images as data URLs."""
+    if not has_images(content):
+        return content
+    return [
+        {"type": "image_url", "image_url": {"url": data_url(part["image"])}} if is_image(part) else dict(part)
+        for part in content
+    ]
 
 
 def _read_call(raw: Any, where: str) -> dict[str, Any]:

@@ -36,7 +36,9 @@ from covey.gateway.openai_api import (
     RequestRefused,
     read_messages,
     to_openai,
+    to_openai_content,
 )
+from covey.images import has_images, is_image, load
 from covey.protocols import NoRoom, Policy
 from covey.replies import with_system
 from covey.storage import StorageFailed
@@ -219,8 +221,11 @@ def _require_same(name: str, requested: float | None, setting: float) -> None:
 
 
 def _with_text(message: Mapping[str, Any]) -> Message:
-    """A message whose content is a string, as rewards expect it."""
-    return {**message, "content": message.get("content") or ""}
+    """A message whose content is a string, as rewards expect it, or a list with images."""
+    content = message.get("content") or ""
+    if has_images(content):
+        content = [{**part, "image": load(part["image"])} if is_image(part) else part for part in content]
+    return {**message, "content": content}
 
 
 # -- The registry ------------------------------------------------------------------------------------------------------
@@ -420,7 +425,8 @@ def public_task(task: Task, hidden: frozenset[str] = frozenset()) -> dict[str, A
         for name, value in task.columns.items()
         if name not in hidden and not _reveals_answer(name, value, task.answer)
     }
-    return {"id": task.id, "messages": [dict(message) for message in task.messages], "columns": columns}
+    messages = [{**message, "content": to_openai_content(message.get("content"))} for message in task.messages]
+    return {"id": task.id, "messages": messages, "columns": columns}
 
 
 def _reveals_answer(name: str, value: Any, answer: Any) -> bool:

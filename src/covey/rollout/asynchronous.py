@@ -24,15 +24,31 @@ Why all deadlines can be kept: at most (t + 1) · B tickets have a deadline up t
 from __future__ import annotations
 
 import asyncio
+import base64
 import random
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from covey.images import has_images, is_image
 from covey.rollout.collector import TrainingSource
 from covey.streams import stream_seed
-from covey.types import Collected, Episode, Failure, Group, StopReason, Task, ToolUse, Turn
+from covey.types import (
+    Collected,
+    Episode,
+    Failure,
+    Group,
+    Image,
+    ImageFile,
+    ImageSpan,
+    StopReason,
+    Task,
+    ToolUse,
+    Turn,
+)
+
+DIGEST = "digest"  # of an image, in the JSON of a group
 
 # -- Window ------------------------------------------------------------------------------------------------------------
 
@@ -282,27 +298,44 @@ class BackgroundSource(TrainingSource):
 
 
 def group_to_json(group: Group) -> dict[str, Any]:
-    """A group without its task, which the caller knows."""
-    baseline = None if group.baseline is None else _to_json(group.baseline)
-    return {"episodes": [_to_json(episode) for episode in group.episodes], "baseline": baseline}
+    """A group without its task, which the caller knows. Images are stored once, by their hash."""
+    images: dict[str, str] = {}
+    baseline = None if group.baseline is None else _to_json(group.baseline, images)
+    episodes = [_to_json(episode, images) for episode in group.episodes]
+    return {"episodes": episodes, "baseline": baseline} | ({"images": images} if images else {})
 
 
 def group_from_json(task: Task, stored: dict[str, Any]) -> Group:
-    baseline = None if stored["baseline"] is None else _from_json(task, stored["baseline"])
-    return Group(task, tuple(_from_json(task, episode) for episode in stored["episodes"]), baseline)
+    images = {digest: Image(digest, base64.b64decode(data)) for digest, data in stored.get("images", {}).items()}
+    baseline = None if stored["baseline"] is None else _from_json(task, stored["baseline"], images)
+    return Group(task, tuple(_from_json(task, episode, images) for episode in stored["episodes"]), baseline)
 
 
-def _to_json(episode: Episode) -> dict[str, Any]:
-    stored = asdict(episode)
-    del stored["task"]
+def _to_json(episode: Episode, images: dict[str, str]) -> dict[str, Any]:
+    columns = {field.name: getattr(episode, field.name) for field in fields(episode) if field.name != "task"}
+    stored: dict[str, Any] = _plain(columns, images)
     return stored
 
 
-def _from_json(task: Task, stored: dict[str, Any]) -> Episode:
+def _plain(value: Any, images: dict[str, str]) -> Any:
+    """Dataclasses as dictionaries. An image becomes its hash, and its bytes go to `images`."""
+    if isinstance(value, Image):
+        images[value.digest] = base64.b64encode(value.data).decode()
+        return {DIGEST: value.digest}
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name), images) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(one, images) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one, images) for one in value]
+    return value
+
+
+def _from_json(task: Task, stored: dict[str, Any], images: Mapping[str, Image]) -> Episode:
     return Episode(
         task=task,
-        turns=tuple(map(_turn, stored["turns"])),
-        messages=tuple(stored["messages"]),
+        turns=tuple(_turn(turn, images) for turn in stored["turns"]),
+        messages=tuple(_message(message, images) for message in stored["messages"]),
         rewards=stored["rewards"],
         stop=None if stored["stop"] is None else StopReason(stored["stop"]),
         failure=None if stored["failure"] is None else Failure(**stored["failure"]),
@@ -314,9 +347,26 @@ def _from_json(task: Task, stored: dict[str, Any]) -> Episode:
     )
 
 
-def _turn(stored: dict[str, Any]) -> Turn:
+def _message(stored: dict[str, Any], images: Mapping[str, Image]) -> dict[str, Any]:
+    if not has_images(stored.get("content")):
+        return stored
+    parts = [{**part, "image": _image(part["image"], images)} if is_image(part) else part for part in stored["content"]]
+    return {**stored, "content": parts}
+
+
+def _image(stored: dict[str, Any], images: Mapping[str, Image]) -> Image | ImageFile:
+    return images[stored[DIGEST]] if DIGEST in stored else ImageFile(**stored)
+
+
+def _span(stored: dict[str, Any], images: Mapping[str, Image]) -> ImageSpan:
+    grid = None if stored["grid"] is None else (stored["grid"][0], stored["grid"][1])
+    return ImageSpan(images[stored["image"][DIGEST]], stored["start"], stored["length"], grid)
+
+
+def _turn(stored: dict[str, Any], images: Mapping[str, Image]) -> Turn:
     columns: dict[str, Any] = {
         name: tuple(stored[name]) for name in ("prompt_ids", "completion_ids", "logprobs", "versions")
     }
     columns |= {name: stored.get(name) for name in ("reward", "state", "role")}  # older checkpoints do not have them
-    return Turn(**columns, stop=StopReason(stored["stop"]), trained=stored["trained"])
+    spans = tuple(_span(span, images) for span in stored.get("images", ()))
+    return Turn(**columns, stop=StopReason(stored["stop"]), trained=stored["trained"], images=spans)

@@ -4,6 +4,7 @@
     form       fill in two fields and send              select     choose from a list of options
     menu       open a menu and choose an entry          slider     set a value
     list       choose an entry of a long list           date       pick a day in a calendar
+    colour     click the button of one of six colours   (needs no reading: for small models)
 
 Liu et al. 2018 (MiniWoB++), https://arxiv.org/abs/1802.08802
 
@@ -22,7 +23,7 @@ from random import Random
 from typing import Any
 
 from covey.errors import InputError, unknown
-from covey.tasks.problems import Problem, in_validation
+from covey.tasks.problems import Problem, check_range, in_validation
 
 NAMES = ("Ada", "Bela", "Carla", "Dana", "Emil", "Fatima", "Goran", "Hana", "Ivo", "Jana", "Kofi", "Lena", "Mina")
 THINGS = (
@@ -31,6 +32,7 @@ THINGS = (
     *("window", "yarn", "zipper", "anchor", "basket", "cushion", "drum", "easel", "feather"),
 )
 CITIES = ("Accra", "Bergen", "Cusco", "Dakar", "Essen", "Fukuoka", "Ghent", "Hanoi", "Izmir", "Jaipur")
+COLOURS = {"red": "#d22", "green": "#2a2", "blue": "#22d", "yellow": "#ed2", "purple": "#92b", "orange": "#f80"}
 MONTHS = [
     "January",
     "February",
@@ -48,20 +50,24 @@ MONTHS = [
 
 PLAIN = "body { font: 16px sans-serif; margin: 16px }"
 PLAIN += " button, input, select { font: inherit; margin: 4px; padding: 4px 8px } "
+SMALL = 300  # pixels: narrower pages have no heading, small margins and a small font
 LAYOUTS = {
     "plain": PLAIN,
     "large": PLAIN + "body { font-size: 20px } button { border-radius: 8px }",
-    "centre": PLAIN + "main { width: 300px; margin: 40px auto; text-align: center }",
-    "right": PLAIN + "main { width: 260px; margin-left: auto; margin-right: 8px }",
+    "centre": PLAIN + "main { width: 62vw; margin: 10vh auto; text-align: center }",
+    "right": PLAIN + "main { width: 54vw; margin-left: auto; margin-right: 8px }",
     "card": PLAIN + "body { background: #dde6f0 } main { background: white; padding: 16px; border-radius: 12px }",
     "green": PLAIN + "button { background: #2a7d46; color: white; border: 0 } h1 { color: #2a7d46 }",
 }
 HELD_OUT = {
     "dark": PLAIN + "body { background: #1d2330; color: #eee } button { background: #445; color: white; border: 0 }",
-    "low": PLAIN + "main { margin-top: 110px; margin-left: 60px; font-family: serif } h1 { font-style: italic }",
+    "low": PLAIN + "main { margin-top: 27vh; margin-left: 12vw; font-family: serif } h1 { font-style: italic }",
 }
-VIEWPORT = [480, 400]
+HELD_OUT_HUES = range(200, 280)  # degrees: blue and violet backgrounds
+HUES = [hue for hue in range(0, 360, 10) if hue not in HELD_OUT_HUES]
+VIEWPORT = (480, 400)
 MAX_TURNS = 20  # more than any solution needs
+LEAST_WORDS = 9  # of one page
 
 Step = dict[str, Any]
 
@@ -81,17 +87,42 @@ def _click(selector: str) -> Step:
     return {"do": "click", "selector": selector}
 
 
+def varied_layout(rng: Random, *, held_out: bool) -> str:
+    """A random style. Held-out ones have backgrounds and margins that no other one has."""
+    hue = rng.choice(HELD_OUT_HUES[::10] if held_out else HUES)
+    top, left = (2 * rng.randrange(low, high) + held_out for low, high in ((0, 10), (0, 8)))  # even, or odd if held out
+    dark = rng.random() < 0.5
+    back = f"hsl({hue} {rng.choice((20, 50, 80))}% {rng.choice((10, 20, 30) if dark else (80, 90, 97))}%)"
+    return (
+        f"body {{ background: {back}; color: {'white' if dark else 'black'} }}"
+        f" main {{ margin: {top}vh 0 0 {left}vw; width: {rng.choice((60, 70, 85))}vw;"
+        f" text-align: {rng.choice(('left', 'left', 'center'))} }} button {{ border-radius: {rng.choice((0, 3, 8))}px;"
+        f" border-width: {rng.choice((0, 1, 2))}px }}"
+    )
+
+
 # -- The kinds ---------------------------------------------------------------------------------------------------------
 
 
-def _button(rng: Random) -> Exercise:
-    names = rng.sample(THINGS, 6)
+def _button(rng: Random, words: Sequence[str]) -> Exercise:
+    names = rng.sample(words, 6)
     right = rng.randrange(6)
     buttons = "".join(f'<button id="b{i}" onclick="result = {i}">{name}</button>' for i, name in enumerate(names))
     return Exercise(buttons, f'Click the button "{names[right]}".', right, [_click(f"#b{right}")])
 
 
-def _form(rng: Random) -> Exercise:
+def _colour(rng: Random, words: Sequence[str]) -> Exercise:
+    names = rng.sample([*COLOURS], 6)
+    right = rng.randrange(6)
+    buttons = "".join(
+        f'<button class="colour" id="b{i}" aria-label="{name}" style="background: {COLOURS[name]}" '
+        f'onclick="result = {i}"></button>'
+        for i, name in enumerate(names)
+    )
+    return Exercise(buttons, f"Click the {names[right]} button.", right, [_click(f"#b{right}")])
+
+
+def _form(rng: Random, words: Sequence[str]) -> Exercise:
     name, city = rng.choice(NAMES), rng.choice(CITIES)
     body = (
         '<form onsubmit="result = [first.value, city.value]; event.preventDefault()">'
@@ -105,8 +136,8 @@ def _form(rng: Random) -> Exercise:
     return Exercise(body, f"Enter the name {name} and the city {city}, then click Send.", [name, city], steps)
 
 
-def _menu(rng: Random) -> Exercise:
-    heads, names = rng.sample(("File", "Edit", "View", "Tools"), 3), rng.sample(THINGS, 9)
+def _menu(rng: Random, words: Sequence[str]) -> Exercise:
+    heads, names = rng.sample(("File", "Edit", "View", "Tools"), 3), rng.sample(words, 9)
     menu, entry = rng.randrange(3), rng.randrange(3)
     body = "".join(
         f'<button id="m{m}" onclick="show({m})">{head}</button>'
@@ -123,9 +154,9 @@ def _menu(rng: Random) -> Exercise:
     return Exercise(body, asked, [menu, entry], [_click(f"#m{menu}"), _click(f"#e{menu}{entry}")], script)
 
 
-def _list(rng: Random) -> Exercise:
-    names = rng.sample(THINGS, 24)
-    right = rng.randrange(24)
+def _list(rng: Random, words: Sequence[str]) -> Exercise:
+    names = rng.sample(words, min(24, len(words)))
+    right = rng.randrange(len(names))
     rows = "".join(
         f'<div class="row" id="r{i}" onclick="result = {i}; mark(this)">{name}</div>' for i, name in enumerate(names)
     )
@@ -141,8 +172,8 @@ def _list(rng: Random) -> Exercise:
     )
 
 
-def _checkbox(rng: Random) -> Exercise:
-    names = rng.sample(THINGS, 5)
+def _checkbox(rng: Random, words: Sequence[str]) -> Exercise:
+    names = rng.sample(words, 5)
     right = sorted(rng.sample(range(5), rng.randint(1, 3)))
     boxes = "".join(f'<p><label><input type="checkbox" id="c{i}"> {name}</label></p>' for i, name in enumerate(names))
     save = "result = [0, 1, 2, 3, 4].filter(i => document.getElementById('c' + i).checked)"
@@ -153,7 +184,7 @@ def _checkbox(rng: Random) -> Exercise:
     )
 
 
-def _select(rng: Random) -> Exercise:
+def _select(rng: Random, words: Sequence[str]) -> Exercise:
     names = rng.sample(CITIES, 5)
     right = rng.randrange(1, 5)
     options = "".join(f'<option value="{i}" id="o{i}">{name}</option>' for i, name in enumerate(names))
@@ -162,7 +193,7 @@ def _select(rng: Random) -> Exercise:
     return Exercise(body, asked, right, [_click("#city"), _click(f"#o{right}"), _click("#ok")])
 
 
-def _slider(rng: Random) -> Exercise:
+def _slider(rng: Random, words: Sequence[str]) -> Exercise:
     right = rng.choice([value for value in range(11) if value != 5])
     body = (
         '<p>Volume <input type="range" id="level" min="0" max="10" value="5" oninput="shown.textContent = value">'
@@ -173,7 +204,7 @@ def _slider(rng: Random) -> Exercise:
     return Exercise(body, f"Move the slider to {right}, then click Set.", right, steps)
 
 
-def _date(rng: Random) -> Exercise:
+def _date(rng: Random, words: Sequence[str]) -> Exercise:
     year, month, ahead, day = rng.randint(2020, 2030), rng.randrange(12), rng.randint(0, 2), rng.randint(1, 28)
     target = month + ahead
     wanted = [year + target // 12, target % 12 + 1, day]
@@ -191,7 +222,7 @@ def _date(rng: Random) -> Exercise:
     return Exercise(body, asked, wanted, [*[_click("#next")] * ahead, _click(f"#day{day}")], script)
 
 
-KINDS: dict[str, Callable[[Random], Exercise]] = {
+KINDS: dict[str, Callable[[Random, Sequence[str]], Exercise]] = {
     "button": _button,
     "form": _form,
     "menu": _menu,
@@ -200,10 +231,15 @@ KINDS: dict[str, Callable[[Random], Exercise]] = {
     "select": _select,
     "slider": _slider,
     "date": _date,
+    "colour": _colour,
 }
 STYLE = (
     "#list { height: 140px; width: 180px; overflow: auto; border: 1px solid #888 } .row { height: 28px }"
     " #days { width: 330px } #days button { width: 40px; padding: 2px; margin: 2px }"
+    " .colour { width: 4.5em; height: 2em }"
+    f" @media (max-width: {SMALL}px) {{ h1 {{ display: none }} p {{ margin: 2px 0 }}"
+    " body { font-size: 11px; margin: 4px } main { padding: 0 !important }"
+    " button, input, select { margin: 2px; padding: 1px 3px } .colour { width: 3.5em } }"
 )
 # A page says when something was done, so that a screenshot shows it.
 NOTE = (
@@ -217,6 +253,10 @@ class GuiPages:
     """Pages of several kinds."""
 
     kinds: Sequence[str] = tuple(KINDS)  # of the pages
+    words: int = len(THINGS)  # how many different words the pages have
+    viewport: Sequence[int] = VIEWPORT  # width and height of a page in pixels
+    max_turns: int = MAX_TURNS
+    varied: bool = False  # every page has a layout of its own: colours, margins, sizes; else one of a few
     examples: int = 0
 
     reward = "given"
@@ -228,21 +268,28 @@ class GuiPages:
                 raise unknown("kind of page", str(kind), KINDS)
         if not self.kinds or self.examples != 0:
             raise InputError("gui_pages: data.options.kinds must name a kind of page, and there are no examples")
+        check_range("words", self.words, LEAST_WORDS, len(THINGS))
+        check_range("max_turns", self.max_turns, 1, 1000)
+        if len(self.viewport) != 2:
+            raise InputError("gui_pages: data.options.viewport is [width, height] in pixels")
+        for side in self.viewport:
+            check_range("viewport", side, 100, 2000)
 
     def draw(self, rng: Random) -> Problem:
         kind, seed = rng.choice(list(self.kinds)), rng.randrange(2**32)
         key = f"gui_pages:{kind}:{seed}"
-        layouts = HELD_OUT if in_validation(key) else LAYOUTS
-        layout = rng.choice(list(layouts))
-        exercise = KINDS[kind](Random(seed))
+        held_out = in_validation(key)
+        layouts = HELD_OUT if held_out else LAYOUTS
+        layout = varied_layout(rng, held_out=held_out) if self.varied else rng.choice(list(layouts))
+        exercise = KINDS[kind](Random(seed), THINGS[: self.words])
         result = json.dumps(json.dumps(exercise.result, separators=(",", ":")))  # as a string of JavaScript
         columns = {
             "kind": kind,
             "layout": layout,
-            "html": page_html(exercise, layouts[layout], kind),
+            "html": page_html(exercise, PLAIN + layout if self.varied else layouts[layout], kind),
             "success": f"JSON.stringify(window.result) === {result}",
-            "viewport": VIEWPORT,
-            "max_turns": MAX_TURNS,
+            "viewport": list(self.viewport),
+            "max_turns": self.max_turns,
             "solution": list(exercise.solution),
         }
         return Problem(key, exercise.instruction, None, columns)

@@ -34,7 +34,7 @@ def in_validation(key: str) -> bool:
     return int.from_bytes(digest, "big") < VALIDATION_SHARE * 2**64
 
 
-def _check_range(option: str, value: object, low: int, high: int) -> None:
+def check_range(option: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise InputError(f"data.options.{option} must be a whole number from {low} to {high}, got {value!r}")
 
@@ -60,9 +60,9 @@ class _DistinctNumbers:
     examples: int = 1  # worked examples before the question
 
     def __post_init__(self) -> None:
-        _check_range("digits", self.digits, 1, MAX_DIGITS)
-        _check_range("count", self.count, 2, MAX_COUNT)
-        _check_range("examples", self.examples, 0, MAX_EXAMPLES)
+        check_range("digits", self.digits, 1, MAX_DIGITS)
+        check_range("count", self.count, 2, MAX_COUNT)
+        check_range("examples", self.examples, 0, MAX_EXAMPLES)
         available = len(_numbers_with(self.digits))
         if self.count > available:
             digits = f"{self.digits} digit{'s' if self.digits > 1 else ''}"
@@ -121,8 +121,8 @@ class Arithmetic:
     system = "Reply with a number only."
 
     def __post_init__(self) -> None:
-        _check_range("digits", self.digits, 1, MAX_DIGITS)
-        _check_range("examples", self.examples, 0, MAX_EXAMPLES)
+        check_range("digits", self.digits, 1, MAX_DIGITS)
+        check_range("examples", self.examples, 0, MAX_EXAMPLES)
         symbols = self.operations
         if not isinstance(symbols, Sequence) or not symbols or any(one not in tuple(OPERATIONS) for one in symbols):
             raise InputError(f"data.options.operations must be a list of + - *, got {self.operations!r}")
@@ -167,8 +167,8 @@ class Countdown:
 
     def __post_init__(self) -> None:
         # Outside these bounds, hardly any draw yields a small enough target.
-        _check_range("count", self.count, 2, 6)
-        _check_range("target_max", self.target_max, 10, 1_000_000)
+        check_range("count", self.count, 2, 6)
+        check_range("target_max", self.target_max, 10, 1_000_000)
 
     def draw(self, rng: Random) -> Problem:
         while True:
@@ -266,7 +266,7 @@ class Calculator:
     tools = ("calculator",)
 
     def __post_init__(self) -> None:
-        _check_range("digits", self.digits, 1, 12)
+        check_range("digits", self.digits, 1, 12)
 
     def draw(self, rng: Random) -> Problem:
         while True:

@@ -1,0 +1,142 @@
+"""A small vision-language model learns to use web pages with the mouse: demonstrations, then reinforcement learning.
+
+    python examples/gui.py pages              # writes pages/: a small model, and demonstrations with screenshots
+    covey sft model=pages/model ...           # imitates the demonstrations
+    covey train model=outputs/DATE/TIME agent=gui data=gui_pages ...    # learns on fresh pages from their reward
+
+docs/gui.md has the whole commands and what was learned. The demonstrations are the scripted solutions of
+`data=gui_pages`, played in Chromium. The small model has Qwen3-VL's architecture, random weights, and a tokenizer of
+the words of these pages. With a model of the hub only the last command is needed.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+from covey.agents.gui.actions import FORMATS
+from covey.agents.gui.agent import find_chromium
+from covey.config.schema import DataConfig
+from covey.tasks import load_tasks
+
+VIEWPORT = (160, 128)  # pixels of a page; the model sees 16 × 16 pixels as one token
+PATCH = 16
+MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for part in m['content'] %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+INSTRUCTIONS = FORMATS["thought_action"].instructions(VIEWPORT)  # the system message of agent=gui
+CLICK, END = "Action: click(start_box='(", ")')"
+OPTIONS = {"kinds": ["colour"], "varied": True, "viewport": list(VIEWPORT), "max_turns": 1}
+CENTRE = """selector => { const r = document.querySelector(selector).getBoundingClientRect();
+    return [r.x + r.width / 2, r.y + r.height / 2] }"""
+NAMES = "all => all.map(button => button.textContent || button.ariaLabel).join(' ')"
+
+
+def write_demonstrations(folder, count, held_out, seed):
+    """Conversations of a perfect player, with the screenshots it saw: demos.jsonl for training, val.jsonl."""
+    from playwright.sync_api import sync_playwright
+
+    (folder / "screens").mkdir(parents=True, exist_ok=True)
+    data = DataConfig(name="gui_pages", options=OPTIONS, train_size=count, val_size=held_out)
+    tasks = load_tasks(data, seed)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find_chromium(None), chromium_sandbox=False)
+        page = browser.new_page(viewport={"width": VIEWPORT[0], "height": VIEWPORT[1]})
+        for name, part in (("demos", tasks.train), ("val", tasks.validation)):
+            lines = [demonstration(page, task, folder, f"{name}-{n}") for n, task in enumerate(part)]
+            (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+        browser.close()
+
+
+def demonstration(page, task, folder, name):
+    page.set_content(task.columns["html"])
+    messages = [{"role": "system", "content": INSTRUCTIONS}]
+    parts = [{"type": "text", "text": task.messages[-1]["content"]}]
+    for number, step in enumerate(task.columns["solution"]):
+        shot = f"screens/{name}-{number}.png"
+        page.screenshot(path=folder / shot)
+        messages.append({"role": "user", "content": [*parts, {"type": "image", "image": shot}]})
+        parts = []
+        seen = page.eval_on_selector_all("button", NAMES)
+        x, y = map(int, page.evaluate(CENTRE, step["selector"]))
+        messages.append({"role": "assistant", "content": f"Thought: {seen}\n{CLICK}{x},{y}{END}"})
+        page.mouse.click(x, y)
+    return {"messages": messages}
+
+
+def write_tokenizer(folder, texts):
+    """Words, digits and signs. Texts that are always the same are one token each."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    split = r"[A-Za-z]+|[^A-Za-z]"
+    words = sorted({word for text in texts for word in re.findall(split, text)} | {*"0123456789"})
+    ids = {token: number for number, token in enumerate(["<unk>", *MARKS, *words])}
+    inner = Tokenizer(models.WordLevel(ids, "<unk>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Split(Regex(split), "isolated"), decoders.Fuse()
+    special = {"unk_token": "<unk>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
+    tokenizer.add_tokens([INSTRUCTIONS, CLICK, END])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def write_model(folder, texts, seed):
+    """A small Qwen3-VL with random weights."""
+    import torch
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = write_tokenizer(folder, texts)
+    ids = dict(zip(MARKS, tokenizer.convert_tokens_to_ids(list(MARKS)), strict=True))
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4], "mrope_interleaved": True}
+    text = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 4, "head_dim": 24, "vocab_size": len(tokenizer), "rope_parameters": rope}
+    text |= {"max_position_embeddings": 1024, "bos_token_id": None, "initializer_range": 0.1}
+    text |= {"eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|im_end|>"]}
+    vision = {"depth": 2, "hidden_size": 96, "num_heads": 4, "intermediate_size": 192, "out_hidden_size": 96}
+    vision |= {"patch_size": PATCH, "spatial_merge_size": 1, "temporal_patch_size": 1}
+    vision |= {"initializer_range": 0.1, "num_position_embeddings": 100, "deepstack_visual_indexes": [0]}
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    torch.manual_seed(seed)
+    model = Qwen3VLForConditionalGeneration(config)
+    model.save_pretrained(folder)
+    pixels = VIEWPORT[0] * VIEWPORT[1]
+    size = {"shortest_edge": pixels, "longest_edge": pixels}
+    Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=1, temporal_patch_size=1, size=size).save_pretrained(folder)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def texts_of(path):
+    """Everything that is said in demonstrations."""
+    for line in path.read_text().splitlines():
+        for message in json.loads(line)["messages"]:
+            content = message["content"]
+            yield message["role"] + "\n"
+            yield from [content] if isinstance(content, str) else [p["text"] for p in content if p["type"] == "text"]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("pages"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--demos", type=int, default=2000, help="demonstrations for covey sft")
+    parser.add_argument("--val", type=int, default=100, help="held-out demonstrations")
+    args = parser.parse_args()
+
+    write_demonstrations(args.folder, args.demos, args.val, args.seed)
+    weights = write_model(args.folder / "model", texts_of(args.folder / "demos.jsonl"), args.seed)
+    print(f"{args.folder}: {args.demos} demonstrations, {weights:,} weights")
