@@ -74,7 +74,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="repeat runs whose records are committed")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints of finished runs")
     parser.add_argument("--commit", help="of this code, where there is no git")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the machine, as sandbox.*")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the machine, as sandbox.*"
+    )
     parser.add_argument("--tiny", action="store_true", help="a random model, a few tasks and steps, on a CPU")
     options = parser.parse_args(argv)
     if not options.tiny and (options.models is None or options.data is None):
@@ -88,7 +90,7 @@ def plan(study: Study, options: argparse.Namespace) -> StudyJobs:
     data = options.data
     if options.tiny:
         study = tiny.shrunk(study)
-        data = tiny.make_source(out / "tiny-data") if data is None else data
+        data = tiny.make_source(out / "tiny-data")
         model = tiny.make_model(out / "tiny-model")
     else:
         model = (options.models / study.model).resolve()
@@ -99,9 +101,7 @@ def plan(study: Study, options: argparse.Namespace) -> StudyJobs:
         raise SystemExit(f"{study.name} has no experiment {', '.join(sorted(unknown))}; it has {', '.join(names)}")
     seeds = study.seeds if options.seeds is None else options.seeds
     # All experiments of a seed before the next seed: a study that is cut short can still be compared.
-    runs = tuple(
-        RunName(study.name, name, seed) for seed in seeds for name in names if name in (options.only or names)
-    )
+    runs = tuple(RunName(study.name, name, seed) for seed in seeds for name in names if name in (options.only or names))
     extra = dict(word.split("=", 1) for word in options.set)
     jobs = StudyJobs(study, out, model, extra, runs)
     prepare(study.data, data, jobs.data, limit=8 if options.tiny else None)

@@ -1,8 +1,8 @@
 """Studies of agents: tools on GSM8K, search over local passages, programs that are run, and instructions.
 
-The two studies with tools begin with imitation (`covey sft`): a model of this size does not write valid calls by itself.
-Demonstrations are made from training problems that are then not trained on. Nothing here was tuned: batch sizes and
-learning rate are those of the studies on GSM8K, demonstrations and their learning rate those of docs/sft.md.
+The two studies with tools begin with imitation (`covey sft`): a model of this size does not write valid calls by
+itself. Demonstrations are made from training problems that are then not trained on. Nothing here was tuned: batch sizes
+and learning rate are those of the studies on GSM8K, demonstrations and their learning rate those of docs/sft.md.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ SEARCH = Study(
         **{"agent.max_turns": "5", "rollout.max_tokens": "128", "agent.max_tool_tokens": "400"},
     },
     experiments=(
-        Experiment(
-            "react", REACT, demonstrations=SFT | REACT | {"data.train_files": "{data}/qa-demos.jsonl"}
-        ),
+        Experiment("react", REACT, demonstrations=SFT | REACT | {"data.train_files": "{data}/qa-demos.jsonl"}),
     ),
     seeds=(0, 1),
     metric="qa_f1_reward",
@@ -102,8 +100,8 @@ INSTRUCTIONS = Study(
     model=SMALL,
     data="ifeval",
     # IFEval is one list of 541 prompts. Trained on: prompts without instructions on keywords or on the start and end;
-    # tested on: 60 of such prompts that are held out (seen kinds), and all prompts with only those (unseen kinds). Prompts
-    # that need language detection are left out, so that no further package is needed.
+    # tested on: 60 of such prompts that are held out (seen kinds), and all prompts with only those (unseen kinds).
+    # Prompts that need language detection are left out, so that no further package is needed.
     settings=AGENTS
     | {
         "reward": "ifeval",

@@ -7,8 +7,7 @@ from studies.mathematics import ALGORITHMS, LARGER, LONG, REWARDS, STALENESS
 from studies.plan import Study
 
 STUDIES: dict[str, Study] = {
-    study.name: study
-    for study in (ALGORITHMS, LONG, LARGER, REWARDS, TOOLS, SEARCH, CODE, INSTRUCTIONS, STALENESS)
+    study.name: study for study in (ALGORITHMS, LONG, LARGER, REWARDS, TOOLS, SEARCH, CODE, INSTRUCTIONS, STALENESS)
 }
 GROUPS = {"agents": (TOOLS.name, SEARCH.name, CODE.name, INSTRUCTIONS.name)}
 NAMES = (*STUDIES, *GROUPS)

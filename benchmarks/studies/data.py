@@ -149,8 +149,8 @@ def _question(row: Row) -> Row:
 
 
 def _searches(row: Row, passages: Mapping[str, Row]) -> Row:
-    """A search for the title of each passage that the answer needs. The result shown is that passage, in the form of the
-    tool's output, so that no index is needed to make demonstrations."""
+    """A search for the title of each passage that the answer needs. The result shown is that passage, in the form of
+    the tool's output, so that no index is needed to make demonstrations."""
     messages: list[Row] = [{"role": "user", "content": row["question"]}]
     for passage in row["gold_passage_ids"][:3]:
         title = passages[passage]["title"]

@@ -2,8 +2,8 @@
 
     python benchmarks/studies/kl.py RUN START_MODEL OUT.json
 
-It reads the answers that the run recorded (episodes.jsonl), so all algorithms are measured alike and after training, at no
-cost in their steps. It is the estimator k1, in nats per token; before the first update it is 0 up to rounding.
+It reads the answers that the run recorded (episodes.jsonl), so all algorithms are measured alike and after training, at
+no cost in their steps. It is the estimator k1, in nats per token; before the first update it is 0 up to rounding.
 """
 
 from __future__ import annotations

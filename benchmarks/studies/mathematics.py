@@ -22,8 +22,8 @@ TRANSFER = (
     # two digits (the stories of data=calculator). Easier than GSM8K, in other words.
     Transfer("stories", "stories.jsonl"),
 )
-# memory=0.1: of the free memory of the card, for the cache of 512 sequences; several runs share it. Checkpoints every 20
-# steps: a killed run repeats at most these.
+# memory=0.1: of the free memory of the card, for the cache of 512 sequences; several runs share it. Checkpoints every
+# 20 steps: a killed run repeats at most these.
 GSM8K = {
     **ASKED,
     **{"data.train_files": "{data}/gsm8k-train.jsonl", "data.val_files": "{data}/gsm8k-test.jsonl"},

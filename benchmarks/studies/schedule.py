@@ -1,8 +1,8 @@
 """Runs jobs side by side, a number of them at a time, until all are done or the time is up.
 
 When the time is up every process gets SIGTERM: `covey train` ends its step and writes a checkpoint. What has not ended
-after the grace period is killed and loses the steps since its last checkpoint. The processes also get SIGTERM if this one
-is killed. A job that fails is tried again once: after a kill or a lack of memory it continues from its checkpoint.
+after the grace period is killed and loses the steps since its last checkpoint. The processes also get SIGTERM if this
+one is killed. A job that fails is tried again once: after a kill or a lack of memory it continues from its checkpoint.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def start_process(environment: Mapping[str, str]) -> Start:
                 stdin=subprocess.DEVNULL,
                 env=dict(environment),
                 start_new_session=True,
-                preexec_fn=with_parent,  # noqa: PLW1509 - this process has one thread
+                preexec_fn=with_parent,
             )
 
     return start

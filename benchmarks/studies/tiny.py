@@ -116,9 +116,16 @@ def _sources() -> Mapping[str, list[dict[str, Any]]]:
         }
         for n in (*range(11, 15), *range(601, 609))
     ]
-    kinds = ["punctuation:no_comma", "keywords:frequency", "punctuation:no_comma", "punctuation:no_comma"]
+    kinds = ["punctuation:no_comma", "keywords:frequency", "punctuation:no_comma", "startend:quotation"]
+    given = {"keywords:frequency": {"keyword": "a", "frequency": 1, "relation": "at least"}}
     prompts = [
-        {"key": n, "prompt": f"Say {n}.", "instruction_id_list": [kinds[n % 4]], "kwargs": [{}]} for n in range(16)
+        {
+            "key": n,
+            "prompt": f"Say {n}.",
+            "instruction_id_list": [kinds[n % 4]],
+            "kwargs": [given.get(kinds[n % 4], {})],
+        }
+        for n in range(16)
     ]
     return {
         "gsm8k/train.jsonl": sums,
