@@ -17,6 +17,7 @@ from covey.cli.main import main
 from covey.config.validate import Change
 from covey.errors import RunFailed
 from covey.storage import sha256
+from covey.telemetry import evaluation_files, read_evaluation
 from covey.telemetry.key_metrics import is_machine_dependent
 from covey.training.checkpoint import Checkpoint
 
@@ -395,6 +396,25 @@ def test_a_branch_has_settings_of_its_own_and_goes_on_itself(trained: Path, caps
     assert [record["step"] for record in records(branch) if record["kind"] == "step"] == [0, 1, 2, 3]
     assert records(branch)[:4] == records(run)[:4]
     assert records(branch)[4:] != records(run)[4:]
+
+
+def test_answers_of_evaluations_are_kept_up_to_the_checkpoint(trained: Path) -> None:
+    run = interrupted(trained)
+    assert list(evaluation_files(run)) == [0, 2, 4]  # the last one was made after the checkpoint that is left
+    before = run.joinpath("evaluations/step-000004.json").read_bytes()
+    means = {record["step"]: record["metrics"] for record in records(run) if record["kind"] == "eval"}
+    for step, path in evaluation_files(run).items():
+        answers = read_evaluation(path)["modes"]["greedy"]
+        assert len(set(answers["task"])) == len(answers["task"]) == 4
+        assert sum(answers["rewards"]["variety"]) / 4 == pytest.approx(means[step]["eval/greedy/variety"])
+        assert sum(answers["tokens"]) / 4 == means[step]["eval/greedy/length_mean"]
+        assert answers["failure"] == [None] * 4
+    assert main(["train", f"resume={run}/checkpoints/step-000002", "loop.max_minutes=0"]) == 0
+    assert list(evaluation_files(runs()[-1])) == [0, 2]  # a branch has those up to its start
+    assert main(["train", f"resume={run}", "loop.max_minutes=0"]) == 0
+    assert list(evaluation_files(run)) == [0, 2]
+    assert main(["train", f"resume={run}", "loop.max_minutes=null"]) == 0
+    assert run.joinpath("evaluations/step-000004.json").read_bytes() == before
 
 
 def test_a_branch_that_cannot_begin_leaves_nothing(

@@ -20,6 +20,7 @@ import pytest
 from covey.cli.main import main
 from covey.telemetry import read_episodes
 from tests.benchmarks.conftest import BENCHMARKS
+from tests.benchmarks.test_studies import made_up, start_here
 from tests.conftest import shared_folder
 from tests.docs.pages import COMMANDS, Command
 from tests.docs.scaled import scaled
@@ -34,6 +35,7 @@ LESS = {
     "async_tools": ["--steps", "1", "--staleness", "1"],
     "curriculum": ["--seeds", "0", "--steps", "10", "--pretraining", "2"],
     "compare": [],
+    "compare_study": [],
     "decode": ["--tiny", "--out", "results"],
     "decode_cpu": ["--threads", "1", "--rows", "4"],
     "demo_seeds": ["--seeds", "0", "1"],
@@ -51,16 +53,19 @@ LESS = {
     "modes": ["--tiny", "--out", "results"],
     "pack": [],
     "publish": [],
+    "publish_studies": [],
     "regime": ["--tiny", "--out", "results"],
     "scaling": ["--tiny", "--out", "results"],
     "scoring": ["--only", "gsm8k", "--sample", "3"],
     "simulate": [],
     "soak": ["--steps", "150", "--every", "0.1"],
+    "study": ["--tiny", "--seeds", "0", "--only", "grpo"],
     "step": ["--tiny", "--out", "results", "--sides", "covey"],
     "turn_credit": ["--seeds", "0"],
     "two_rewards": ["--seeds", "0"],
     "vision": ["--tiny", "--out", "results"],
 }
+STUDIES = re.findall(r"<!-- study-(\S+): begin -->", (BENCHMARKS.parent / "docs/results.md").read_text())
 NOT_RUN = {
     "dash": "needs playwright and chromium (make dash-test)",
     "mutants": "needs a process that has not imported Covey: test_mutants.py",
@@ -211,6 +216,30 @@ def results_here(module: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "RESULTS", Path("results"))
 
 
+def records_here(module: Any, patch: pytest.MonkeyPatch) -> None:
+    """Records and the page of this checkout stay as they are."""
+    page = Path("results.md")
+    page.write_text("".join(f"<!-- study-{name}: begin --><!-- study-{name}: end -->\n" for name in STUDIES))
+    patch.setattr(module, "RECORDS", Path("records"))
+    patch.setattr(module, "PAGE", page)
+    patch.setattr(module, "IMAGES", Path("docs/images"))
+    patch.setattr(module, "write_section", importlib.import_module("tiny").write_section)
+
+
+def jobs_here(module: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module, "start_process", lambda environment: start_here)
+
+
+def archive_of_a_run() -> list[str]:
+    """As if it were of a real model, and at the place that pages name."""
+    from studies.record import pack, write_record
+
+    write_record(made_up("grpo", 0, [1.0, 0.0]), Path("records/gsm8k"))
+    Path("EXPORT").mkdir(exist_ok=True)
+    pack(Path("records/gsm8k"), Path("EXPORT/gsm8k.tar"))
+    return ["--archive", "EXPORT/gsm8k.tar", "--baseline", "records"]
+
+
 def public_data() -> list[str]:
     if not shared_folder().is_dir():
         pytest.skip("the folder of public data is not here")
@@ -225,14 +254,17 @@ SMALLER: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "gvpo_optimum": few_steps,
     "pack": nothing_installed,
     "publish": a_page_of_its_own,
+    "publish_studies": records_here,
     "regime": short_tools,
     "simulate": quick_tools,
     "soak": results_here,
+    "study": jobs_here,
     "turn_credit": few_steps,
     "two_rewards": few_steps,
 }
 MORE: dict[str, Callable[[], list[str]]] = {
     "compare": beside_itself,
+    "compare_study": archive_of_a_run,
     "publish": result_of_lora,
     "scoring": public_data,
 }
@@ -251,4 +283,16 @@ def one_backslash() -> None:
             assert r"\\boxed" not in system["content"]
 
 
-CHECKS: dict[str, Callable[[], None]] = {"gsm8k": one_backslash}
+def every_section() -> None:
+    assert Path("results.md").read_text().count("Not measured yet.") == len(STUDIES)
+
+
+def one_archive() -> None:
+    assert Path("EXPORT/gsm8k.tar").stat().st_size > 0
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "gsm8k": one_backslash,
+    "publish_studies": every_section,
+    "study": one_archive,
+}

@@ -254,6 +254,26 @@ def test_held_out_splits_evenly(ten_prompts: None) -> None:
     assert parted.reward == "ifeval"
 
 
+def test_kinds_of_instructions_are_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [["punctuation:no_comma"], ["keywords:existence"], ["keywords:frequency"], ["startend:quotation"]]
+    kinds += [["keywords:existence", "punctuation:no_comma"], ["keywords:existence", "startend:quotation"]]
+    rows = [
+        {"key": i, "prompt": f"Say {i}.", "instruction_id_list": one, "kwargs": [{}] * len(one)}
+        for i, one in enumerate(kinds)
+    ]
+    (tmp_path / "input_data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setenv("DATA_DIR", str(tmp_path / "data"))
+    assert main(["data", "prepare", "ifeval", "--from", str(tmp_path / "input_data.jsonl")]) == 0
+    parted = load_tasks(DataConfig("ifeval", {"held_out": ["keywords", "startend:quotation"]}), seed=0)
+    assert (ids(parted.train), ids(parted.validation)) == (["0"], ["1", "2", "3", "5"])  # 4 has kinds of both sides
+    parted = load_tasks(DataConfig("ifeval", {"held_out": ["keywords:frequency"]}), seed=0)
+    assert (ids(parted.train), ids(parted.validation)) == (["0", "1", "3", "4", "5"], ["2"])
+    with pytest.raises(InputError, match=r"unknown kind in data.options.held_out +keyword\b"):
+        load_tasks(DataConfig("ifeval", {"held_out": ["keyword"]}), seed=0)
+    with pytest.raises(InputError, match="leaves no tasks to train on"):
+        load_tasks(DataConfig("ifeval", {"held_out": ["keywords", "startend", "punctuation"]}), seed=0)
+
+
 @pytest.mark.parametrize("count", [0, 10, "three"])
 def test_held_out_must_leave_both_splits_non_empty(ten_prompts: None, count: object) -> None:
     with pytest.raises(InputError, match=r"data.options.held_out must be a number from 1 to 9, got"):

@@ -21,6 +21,7 @@ from covey.algorithms.likelihood import Likelihood
 from covey.cli.main import main
 from covey.config.schema import LearnerConfig
 from covey.learner.learner import Learner
+from covey.sandbox.tiers import TIERS
 from covey.telemetry.key_metrics import is_machine_dependent
 from covey.training.samples import minibatches
 from covey.training.sft import SftRun, as_samples, likelihood
@@ -363,6 +364,26 @@ def test_every_figure_is_explained(folder: Path, tiny_model_folder: Path) -> Non
         for name in re.findall(r"`([^`]+)`", line.split("|")[1])
     }
     assert {name for name in listed if "/" in name} == {name for name in written if not name.startswith("perf/gpu_")}
+
+
+def test_demonstrations_of_the_python_tool_need_no_sandbox(
+    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is run, so a machine where only the weakest tier works will do."""
+    call = {"type": "function", "function": {"name": "python_executor", "arguments": {"code": "print(48/2)"}}}
+    messages = [
+        {"role": "user", "content": "48/2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "24"},
+        {"role": "assistant", "content": "24"},
+    ]
+    path = tmp_path / "demos.jsonl"
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    weak = {name: tier for name, tier in TIERS.items() if tier.weak}
+    monkeypatch.setattr("covey.sandbox.tiers.TIERS", weak)
+    words = [f"data.train_files={path}", "data.train_batch_size=1", "agent=hf", "agent.tools=[python_executor]"]
+    assert main(["sft", f"model={tiny_model_folder}", *words, "model.context_length=4096", "--dry-run"]) == 0
+    assert "print(48/2)" in capsys.readouterr().out
 
 
 def test_generated_demonstrations_of_a_tool(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

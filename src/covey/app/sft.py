@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from covey.app.build import Note, open_telemetry
 from covey.app.checks import check_sizes, check_training, check_vision
 from covey.app.models import PLANNING, LongestRow, make_learner, plan_memory
+from covey.app.parts import RUNS_CODE, lazy_sandbox
 from covey.app.prepare import MissingResources, open_model, total_steps
 from covey.app.resume import open_run, with_model_folder
 from covey.app.run_files import at_original_revision, store, threads_for, write_run_files
@@ -239,7 +240,13 @@ def _schemas(config: Config, found: DemonstrationSet) -> Schemas:
         return ()
     from covey.agents.tools.toolset import resolve_tools
 
-    return resolve_tools(names, config.agent.tool_options).schemas()
+    # Only their descriptions are needed: nothing is run, so any tier will do.
+    sandbox = lazy_sandbox(
+        dataclasses.replace(config, sandbox=dataclasses.replace(config.sandbox, allow_weak=True))
+    )
+    runs_code = any(name in RUNS_CODE for name in names)
+    tools = resolve_tools(names, config.agent.tool_options, sandbox=sandbox() if runs_code else None)
+    return tools.schemas()
 
 
 def _writer(config: Config, source: ModelSource, found: DemonstrationSet, schemas: Schemas) -> Write:

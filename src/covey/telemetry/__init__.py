@@ -2,6 +2,7 @@
 
 from covey.telemetry.base import EpisodeView, RunInfo
 from covey.telemetry.console import report_activity
+from covey.telemetry.evaluations import evaluation_files, read_evaluation
 from covey.telemetry.history import History, Record, read_history
 from covey.telemetry.jsonl import TokenRow, episode_record, read_episodes
 from covey.telemetry.report import compare_curves, curve_figure, html_summary, print_summary, write_report
@@ -18,9 +19,11 @@ __all__ = [
     "compare_curves",
     "curve_figure",
     "episode_record",
+    "evaluation_files",
     "html_summary",
     "print_summary",
     "read_episodes",
+    "read_evaluation",
     "read_history",
     "report_activity",
     "write_report",

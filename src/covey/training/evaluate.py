@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from covey.config.schema import EvalConfig
@@ -23,6 +23,7 @@ def eval_sampling(config: EvalConfig, mode: str, max_tokens: int, stop: tuple[st
 class Evaluation:
     metrics: Metrics
     sample: Episode | None  # the first answer, for the console
+    answers: Mapping[str, Sequence[Episode]]  # by mode
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ class Evaluator:
     async def run(self) -> Evaluation:
         metrics: Metrics = {}
         shown: Episode | None = None
+        answers: dict[str, list[Episode]] = {}
         for mode in self.config.modes:
-            episodes = await self.answers(mode)
+            episodes = answers[mode] = await self.answers(mode)
             done = [e for e in episodes if e.failure is None]
             failed = [e.failure for e in episodes if e.failure is not None]
             if not done:
@@ -57,7 +59,7 @@ class Evaluator:
         first = f"eval/{self.config.modes[0]}/{self.trained_reward}" if self.config.modes else ""
         if first in metrics:
             metrics["eval/accuracy"] = metrics[first]
-        return Evaluation(metrics, shown)
+        return Evaluation(metrics, shown, answers)
 
     async def answers(self, mode: str) -> list[Episode]:
         attempts = self.config.n if mode == "sampled" else 1

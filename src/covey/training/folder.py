@@ -21,6 +21,7 @@ from typing import IO, Any
 from covey.errors import InputError
 from covey.redact import hide_settings
 from covey.storage import LOCK, StorageFailed, is_locked, lock_folder, write_atomically, writing
+from covey.telemetry.evaluations import copy_evaluations
 from covey.telemetry.history import KILLED
 from covey.telemetry.jsonl import EPISODES_FILE, METRICS_FILE, copy_record
 from covey.training.checkpoint import CONFIG, Checkpoint, step_folders, step_of
@@ -233,6 +234,7 @@ def begin_branch(folder: RunFolder, run: Path, checkpoint: Checkpoint, start_inf
     folder.filled = True
     copy_record(run / METRICS_FILE, folder.path / METRICS_FILE, checkpoint.state["metrics_offset"])
     copy_record(run / EPISODES_FILE, folder.path / EPISODES_FILE, checkpoint.state["episodes_offset"])
+    copy_evaluations(run, folder.path, checkpoint.step)
     with writing(folder.path):
         own = checkpoint.folder / CONFIG
         shutil.copyfile(own if own.is_file() else run / CONFIG, folder.path / CONFIG)

@@ -16,6 +16,7 @@ from covey.protocols import Learner, Metrics, RolloutEngine
 from covey.rollout.collector import TrainingSource
 from covey.storage import StorageFailed
 from covey.telemetry import Telemetry, curve_figure, html_summary, read_history, write_report
+from covey.telemetry.evaluations import remove_evaluations_after, write_evaluation
 from covey.training.callbacks import Callbacks
 from covey.training.checkpoint import Best, Checkpoint, CheckpointStore, best_of
 from covey.training.evaluate import Evaluator
@@ -173,6 +174,7 @@ class Run:
         if self.resumed:
             # The previous process may have been killed before it deleted old checkpoints.
             self.checkpoints.delete_old(self.first_step, self.best)
+            remove_evaluations_after(self.path, self.first_step)
         await publish(self.pipeline, self.first_step)
         self._is_open = True
 
@@ -329,6 +331,7 @@ class Run:
                 evaluation = await self.evaluator.run()
         # Clears the engine's cache: the next step must not depend on it, since a resumed run would not have it.
         await self.engine.publish(self.learner.weights(), version=done)
+        write_evaluation(self.path, done, evaluation.answers)
         metrics = evaluation.metrics | await self.callbacks.on_evaluation(evaluation.metrics)
         shown = evaluation.sample
         reward = None if shown is None else shown.rewards.get(self.evaluator.trained_reward)

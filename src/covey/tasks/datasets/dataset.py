@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +100,7 @@ class Dataset:
     choices: Mapping[str, Choice] = field(default_factory=dict)
     corpus: Callable[[Sequence[Values], Sequence[Values]], list[dict[str, str]]] | None = None
     # the raw rows used and the passages of CORPUS files → the passages to search
+    kinds: Callable[[Values], Collection[str]] | None = None  # of a row's columns; they can be held out
     evaluated_on: tuple[str, ...] = ()  # other sets for validation, which training rows must not overlap with
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def load_dataset(data: DataConfig) -> TaskSet:
     train = _tasks(dataset, manifest, TRAIN, data.options)
     validation = _tasks(dataset, manifest, split, data.options) if split else _other_validation(dataset, warnings)
     if "held_out" in data.options:
-        train, validation = _hold_out(validation, data.options["held_out"])
+        train, validation = hold_out(dataset, validation, data.options["held_out"])
     for name, tasks, size in (("train", train, data.train_size), ("val", validation, data.val_size)):
         if size is not None and tasks and size > len(tasks):
             warnings.append(f"data.{name}_size={size}, but there are only {len(tasks)} tasks")
@@ -173,10 +173,33 @@ def _other_validation(dataset: Dataset, warnings: list[str]) -> list[Task]:
     return tasks
 
 
-def _hold_out(tasks: list[Task], count: Any) -> tuple[list[Task], list[Task]]:
-    """Split a set without training rows: training tasks, and `count` evenly spread validation tasks."""
-    if not isinstance(count, int) or not 1 <= count < len(tasks):
-        raise InputError(f"data.options.held_out must be a number from 1 to {len(tasks) - 1}, got {count}")
-    held_out = {index * len(tasks) // count for index in range(count)}
-    train = [task for index, task in enumerate(tasks) if index not in held_out]
-    return train, [task for index, task in enumerate(tasks) if index in held_out]
+def hold_out(dataset: Dataset, tasks: Sequence[Task], held_out: Any) -> tuple[list[Task], list[Task]]:
+    """Split a set without training rows into training and validation tasks. `held_out`: a number of evenly spread
+    validation tasks; or kinds, where the set has any: training tasks have none of them, validation tasks no others."""
+    if isinstance(held_out, Sequence) and not isinstance(held_out, str) and dataset.kinds is not None:
+        return _hold_out_kinds(dataset.kinds, tasks, [str(kind) for kind in held_out])
+    if not isinstance(held_out, int) or not 1 <= held_out < len(tasks):
+        raise InputError(f"data.options.held_out must be a number from 1 to {len(tasks) - 1}, got {held_out}")
+    chosen = {index * len(tasks) // held_out for index in range(held_out)}
+    train = [task for index, task in enumerate(tasks) if index not in chosen]
+    return train, [task for index, task in enumerate(tasks) if index in chosen]
+
+
+def _hold_out_kinds(
+    kinds: Callable[[Mapping[str, Any]], Collection[str]], tasks: Sequence[Task], held_out: Sequence[str]
+) -> tuple[list[Task], list[Task]]:
+    """A kind GROUP:NAME is held out by its name or by its group. Tasks with kinds of both sides are dropped."""
+
+    def is_held_out(kind: str) -> bool:
+        return kind in held_out or kind.partition(":")[0] in held_out
+
+    existing = {kind for task in tasks for kind in kinds(task.columns)}
+    names = {*existing, *(kind.partition(":")[0] for kind in existing)}
+    for name in held_out:
+        if name not in names:
+            raise unknown("kind in data.options.held_out", name, sorted(names))
+    train = [task for task in tasks if not any(map(is_held_out, kinds(task.columns)))]
+    validation = [task for task in tasks if all(map(is_held_out, kinds(task.columns)))]
+    if not train or not validation:
+        raise InputError("data.options.held_out leaves no tasks to train on, or none to test on\n  fix: other kinds")
+    return train, validation

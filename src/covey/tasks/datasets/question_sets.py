@@ -164,4 +164,5 @@ IFEVAL = Dataset(
     row=_ifeval,
     rows={TEST: 541},
     json_columns=("kwargs",),
+    kinds=lambda columns: columns["instruction_id_list"],
 )
