@@ -167,8 +167,34 @@ def test_metrics_by_hand() -> None:
         "gvpo/min_weight": -1.0,
         "gvpo/mean_log_ratio": 0.0,
         "gvpo/std_log_ratio": ((0.04 + 0.16 + 0.01 + 0.01) / 4) ** 0.5,
+        # Of the four answers: √(2 · 0.3²) and 0; √(2 · 0.5²) and √2.
+        "gvpo/pull": 0.1 * 0.3 * 2**0.5 / 2,
+        "gvpo/reward_spread": (0.5 * 2**0.5 + 2**0.5) / 2,
     }
     assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_pull_and_spread_are_of_the_same_groups() -> None:
+    """A group of one and an empty answer count in neither; every other group counts once, whatever its size."""
+    logprobs, reference = tensor([-1.0], [-2.0], [-3.0], [-1.0], [-1.0], [0.0]), tensor([0.0]).expand(6, 1)
+    rewards = tensor(1.0, 0.0, 2.0, 5.0, 4.0, 9.0)
+    mask = torch.tensor([[1], [1], [1], [1], [1], [0]])
+    common = {"groups": ["a", "a", "a", "b", "c", "c"], "ref_logprobs": reference, "beta": 0.5}
+    _, found = policy_loss("gvpo", logprobs, logprobs, rewards, mask, **common)
+    assert (found["gvpo/pull"], found["gvpo/reward_spread"]) == pytest.approx((0.5, 1.0))  # group a alone
+    common["groups"] = ["a", "a", "a", "b", "b", "c"]
+    _, found = policy_loss("gvpo", logprobs, logprobs, rewards, mask, **common)
+    assert (found["gvpo/pull"], found["gvpo/reward_spread"]) == pytest.approx((0.25, (1 + 0.5**0.5) / 2))
+
+
+def test_at_the_optimum_the_pull_equals_the_spread_of_the_rewards() -> None:
+    """βρ = R − constant there, and with the sampling policy as anchor the first update has no pull."""
+    logprobs = torch.log(optimum(ANCHOR, BETA))[:, None]
+    mask, common = torch.ones(4, 1), {"groups": [0] * 4, "beta": BETA}
+    _, found = policy_loss("gvpo", logprobs, logprobs, REWARD, mask, ref_logprobs=ANCHOR[:, None], **common)
+    assert found["gvpo/pull"] == pytest.approx(found["gvpo/reward_spread"]) == pytest.approx(float(REWARD.std()))
+    _, first = policy_loss("gvpo", logprobs, logprobs, REWARD, mask, reference="old", **common)
+    assert first["gvpo/pull"] == 0 < first["gvpo/reward_spread"]
 
 
 def test_weight_by_hand() -> None:
@@ -250,7 +276,8 @@ def test_an_empty_answer_does_not_count() -> None:
         ({"ref_logprobs": None}, "needs ref_logprobs"),
         ({"aggregation": "token-mean"}, "sums over tokens by its theory"),
         ({"beta": 0.0}, "beta must be a number above 0"),
-        ({"reference": "yesterday"}, "initial or old"),
+        ({"reference": "yesterday"}, "initial, old or moving"),
+        ({"reference": "moving", "reference_every": 0}, "reference_every must be a whole number"),
         ({"clip_weight": -1.0}, "clip_weight"),
     ],
 )

@@ -26,14 +26,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from covey.algorithms.ops import centred, group_mean, group_size, policy_sum
+from covey.algorithms.ops import centred, group_mean, group_size, group_std, policy_sum
 from covey.imports import torch
 from covey.protocols import Advantages, Couples, Metrics, Needs, TokenOutputs
-from covey.ranges import Positive, PositiveCap, check_ranges
+from covey.ranges import Interval, Positive, PositiveCap, check_ranges
 from covey.types import Batch, Samples
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+ANCHORS = ("initial", "old", "moving")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +58,19 @@ class Gvpo:
     use_bessel_correction: bool = True  # divide by k − 1 (unbiased variance); else by k
     clip_weight: PositiveCap | None = None  # clip w to ±this
     normalize_weights: bool = True  # re-centre w in each group after clipping, so that it still sums to zero
-    reference: str = "initial"  # the anchor π': initial (the frozen start model) or old (the sampling policy)
+    reference: str = "initial"  # the anchor π': initial (the start model), old (the sampling policy), or moving
+    reference_every: Interval = 20  # (moving) steps after which the policy becomes the anchor
 
     def __post_init__(self) -> None:
         check_ranges(self, "algorithm.")
-        if self.reference not in ("initial", "old"):
-            raise ValueError(f"algorithm.reference must be initial or old, got {self.reference!r}")
+        if self.reference not in ANCHORS:
+            raise ValueError(f"algorithm.reference must be initial, old or moving, got {self.reference!r}")
 
     @property
     def needs(self) -> Needs:
-        return Needs(reference=self.reference == "initial", min_group_size=2, advised_group_size=4)
+        every = self.reference_every if self.reference == "moving" else 0
+        kept = self.reference != "old"
+        return Needs(reference=kept, reference_every=every, min_group_size=2, advised_group_size=4)
 
     def advantages(self, samples: Samples) -> Advantages:
         return Advantages(centred(samples.total_reward(), samples.group_N))
@@ -80,8 +85,8 @@ class Gvpo:
     def log_ratio(self, out: TokenOutputs, batch: Batch) -> Tensor:
         """ρ of every episode of the mini-batch, detached. Without a first pass the micro-batch holds whole groups;
         episodes of other micro-batches then get ρ = 0, and their groups no loss here."""
-        anchor_N = batch.ref_sum_N if self.reference == "initial" else batch.old_sum_N
-        assert anchor_N is not None, "GVPO with reference=initial needs reference log-probs"
+        anchor_N = batch.old_sum_N if self.reference == "old" else batch.ref_sum_N
+        assert anchor_N is not None, f"GVPO with reference={self.reference} needs reference log-probs"
         ratio_N = policy_sum(out, batch) - anchor_N
         if batch.policy_sum_N is not None:
             return ratio_N
@@ -102,13 +107,27 @@ class Gvpo:
     def _batch_weights(self, out: TokenOutputs, batch: Batch) -> Tensor:
         return self.weights(self.log_ratio(out, batch), batch.rewards_N, batch.group_N, batch.length_N > 0)
 
+    def _spreads(self, log_ratio_N: Tensor, batch: Batch, valid_N: Tensor) -> tuple[float, float]:
+        """β times the standard deviation of ρ, and that of R, within groups: the mean over groups of two or more. The
+        weights are their difference, so that the two can be compared."""
+        here_N = torch.zeros_like(valid_N).index_fill(0, batch.episode_R, True) & valid_N
+        size_N = group_size(batch.group_N, valid_N=here_N)
+        share_N = torch.where(here_N & (size_N > 1), 1 / size_N.clamp(min=1), torch.zeros_like(size_N))
+        groups = float(share_N.sum().round().clamp(min=1))
+        spreads = [group_std(x_N.double(), batch.group_N, here_N) for x_N in (log_ratio_N, batch.rewards_N)]
+        pull, spread = (float((std_N * share_N).sum()) / groups for std_N in spreads)
+        return self.beta * pull, spread
+
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
         """Statistics of the episodes of this micro-batch."""
         here = batch.episode_R.unique()
         weight, rho = self._batch_weights(out, batch)[here], self.log_ratio(out, batch)[here]
         empty_N = batch.length_N == 0
         alone_N = group_size(batch.group_N, valid_N=~empty_N) == 1
+        pull, spread = self._spreads(self.log_ratio(out, batch), batch, ~empty_N)
         return {
+            "gvpo/pull": pull,
+            "gvpo/reward_spread": spread,
             "gvpo/alone": float((alone_N & ~empty_N)[here].double().mean()),
             "gvpo/empty": float(empty_N[here].double().mean()),
             "gvpo/mean_reward": float(batch.rewards_N[here].mean()),
