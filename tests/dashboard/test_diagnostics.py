@@ -128,6 +128,7 @@ def test_the_pull_of_the_anchor_is_reported_with_the_nats_used_and_paid_for() ->
 def test_a_pull_below_the_rewards_or_of_few_steps_is_fine() -> None:
     spread = np.full(100, 0.3)
     assert pulled(np.zeros(100), spread, beta=0.1, reference="old") == []  # one update per batch: ρ = 0
+    assert pulled(np.full(100, 1e-7), np.zeros(100), beta=0.1, reference="old") == []  # nor where rewards are equal
     assert pulled(np.full(100, 0.2), spread) == []
     assert pulled(np.where(np.arange(100) < 96, 0.1, 0.5), spread) == []  # four steps
     assert pulled(np.where(np.arange(100) < 90, 0.5, 0.1), spread) == []  # it is over

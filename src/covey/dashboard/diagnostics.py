@@ -32,7 +32,7 @@ FAILED = 0.1  # share of episodes that failed in the infrastructure
 STEEPER = 10.0  # growth of the gradient norm
 STALE = 0.5  # effective sample size, as a share
 MISMATCH = 0.1  # nats per token between engine and learner
-PULLED = 5  # steps in a row in which GVPO's pull to its anchor outweighs the rewards
+PULLED, PULL_LEAST = 5, 0.01  # steps in a row in which GVPO's pull outweighs the rewards; less is rounding
 LONGER, LENGTH_CORRELATION, MIN_EPISODES = 1.5, 0.6, 50  # growth of answers; correlation with the reward; episodes
 
 
@@ -216,7 +216,7 @@ def anchor_pull(evidence: Evidence) -> Finding | None:
     if pull is None or spread is None or (accuracy is not None and len(accuracy[1]) and accuracy[1][-1] >= SOLVED):
         return None
     steps, at_pull, at_spread = np.intersect1d(pull[0], spread[0], return_indices=True)
-    weaker = np.flatnonzero(pull[1][at_pull] <= spread[1][at_spread])
+    weaker = np.flatnonzero(pull[1][at_pull] <= np.maximum(spread[1][at_spread], PULL_LEAST))
     first = int(weaker[-1]) + 1 if len(weaker) else 0
     if len(steps) - first < PULLED:
         return None
