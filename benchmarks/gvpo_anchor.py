@@ -40,6 +40,7 @@ from tiny import make_model, table, write_section
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import covey
+from covey.types import Episode
 
 PAGE = Path(__file__).parent.parent / "docs" / "algorithms" / "gvpo.md"
 WRITTEN = ("0123456789", "abcdefghij", "ABCDEFGHIJ")  # the symbols of each digit
@@ -97,8 +98,9 @@ class Outcome:
 
 
 @covey.reward
-def right(final_answer: str, answer: str) -> float:
-    return float([VALUE[symbol] for symbol in final_answer] == [VALUE[symbol] for symbol in answer])
+def right(episodes: Sequence[Episode], answer: str) -> list[float]:
+    """1 for answers without a wrong digit. A group is scored in one call, which is quicker."""
+    return [float("".join(str(VALUE[symbol]) for symbol in episode.final_answer) == answer) for episode in episodes]
 
 
 def count(step: int, first: int, tokens: int, slips: float = 0.0, drawn: random.Random | None = None) -> list[int]:

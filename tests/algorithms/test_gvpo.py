@@ -273,10 +273,10 @@ def test_an_empty_answer_does_not_count() -> None:
     ("arguments", "message"),
     [
         ({"groups": None}, "pass groups="),
-        ({"ref_logprobs": None}, "needs ref_logprobs"),
+        ({"ref_logprobs": None, "reference": "initial"}, "needs ref_logprobs"),
         ({"aggregation": "token-mean"}, "sums over tokens by its theory"),
         ({"beta": 0.0}, "beta must be a number above 0"),
-        ({"reference": "yesterday"}, "initial, old or moving"),
+        ({"reference": "yesterday"}, "old, initial or moving"),
         ({"reference": "moving", "reference_every": 0}, "reference_every must be a whole number"),
         ({"clip_weight": -1.0}, "clip_weight"),
     ],
@@ -286,6 +286,17 @@ def test_what_cannot_be_is_refused_with_the_reason(arguments: dict[str, object],
     call: dict[str, object] = {"groups": [0, 0], "ref_logprobs": zeros} | arguments
     with pytest.raises(ValueError, match=message):
         policy_loss("gvpo", zeros, zeros, torch.zeros(2), torch.ones(2, 1), **call)  # type: ignore[arg-type]
+
+
+def test_reference_log_probs_that_are_passed_are_the_anchor() -> None:
+    logprobs, reference, rewards, mask, groups = random_group_batch()
+    old = logprobs + 0.1
+    found = [
+        policy_loss("gvpo", logprobs, old, rewards, mask, groups=groups, **options)[1]["gvpo/std_log_ratio"]
+        for options in ({"ref_logprobs": reference}, {"ref_logprobs": reference, "reference": "old"}, {})
+    ]
+    ratio = [((logprobs - anchor) * mask).sum(-1).std(unbiased=False) for anchor in (reference, old, old)]
+    assert found == pytest.approx([float(std) for std in ratio])
 
 
 def test_the_loss_of_a_token_is_its_weight_times_its_log_prob() -> None:
@@ -300,7 +311,7 @@ def test_the_loss_of_a_token_is_its_weight_times_its_log_prob() -> None:
     for members in ([0, 1], [2, 3, 4], [5, 6]):
         centred = (reward[members] - reward[members].mean()) - 0.3 * (rho[members] - rho[members].mean())
         expected[members] = -0.3 * centred / (len(members) - 1)
-    same(Gvpo(beta=0.3).loss(outputs(logprobs), batch), expected[episode][:, None] * logprobs)
+    same(Gvpo(beta=0.3, reference="initial").loss(outputs(logprobs), batch), expected[episode][:, None] * logprobs)
 
 
 def test_it_advises_more_than_two_answers() -> None:

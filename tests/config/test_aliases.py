@@ -282,7 +282,7 @@ def test_trls_synchronised_reference_is_the_moving_reference(run):
     anchored = run("algorithm=gvpo", "sync_ref_model=true").config.algorithm
     assert (anchored.reference, anchored.reference_every) == ("moving", 512)
     assert run("algorithm=grpo", "sync_ref_model=false").config.algorithm.reference_every == 0
-    with pytest.raises(InputError, match="ref_model_mixup_alpha=0.6"):
+    with pytest.raises(InputError, match=r"ref_model_mixup_alpha=0\.6"):
         run("algorithm=grpo", "sync_ref_model=true", "ref_model_mixup_alpha=0.6")
 
 

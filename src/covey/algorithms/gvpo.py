@@ -12,11 +12,11 @@ full-support sampling distribution its unique minimum is π* ∝ π' e^{R/β}: n
 constraint is part of the weights.
 
 The advantage is R − R̄ alone; the loss subtracts β(ρ − ρ̄), computed from the current log-probs. w carries no gradient
-(with a gradient the fixed point would be π'^½ e^{R/2β}); tokens are summed, not averaged (a mean would change the
-target).
+(with a gradient the fixed point would be π'^½ e^{R/2β}); tokens are summed: a mean would change the target.
 
-Deviations: the anchor is the start model by default (`reference="initial"`); the authors use "old", the sampling
-policy, which with one update per batch is REINFORCE with a group baseline.
+The anchor is the sampling policy (`reference="old"`, as in the authors' script), so ρ is 0 in the first update of a
+batch; the start model ("initial"); or the policy of some steps ago ("moving": after n of them π_n ∝ π_0 e^{nR/β}).
+Deviations: none.
 Shapes: N episodes, R rows, T tokens.
 """
 
@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from covey.algorithms.ops import centred, group_mean, group_size, group_std, policy_sum
+from covey.algorithms.ops import centred, group_mean, group_size, mean_spread, policy_sum
 from covey.imports import torch
 from covey.protocols import Advantages, Couples, Metrics, Needs, TokenOutputs
 from covey.ranges import Interval, Positive, PositiveCap, check_ranges
@@ -34,8 +34,6 @@ from covey.types import Batch, Samples
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-ANCHORS = ("initial", "old", "moving")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +56,18 @@ class Gvpo:
     use_bessel_correction: bool = True  # divide by k − 1 (unbiased variance); else by k
     clip_weight: PositiveCap | None = None  # clip w to ±this
     normalize_weights: bool = True  # re-centre w in each group after clipping, so that it still sums to zero
-    reference: str = "initial"  # the anchor π': initial (the start model), old (the sampling policy), or moving
+    reference: str = "old"  # the anchor π': old (the sampling policy), initial (the start model), or moving
     reference_every: Interval = 20  # (moving) steps after which the policy becomes the anchor
 
     def __post_init__(self) -> None:
         check_ranges(self, "algorithm.")
-        if self.reference not in ANCHORS:
-            raise ValueError(f"algorithm.reference must be initial, old or moving, got {self.reference!r}")
+        if self.reference not in ("old", "initial", "moving"):
+            raise ValueError(f"algorithm.reference must be old, initial or moving, got {self.reference!r}")
 
     @property
     def needs(self) -> Needs:
         every = self.reference_every if self.reference == "moving" else 0
-        kept = self.reference != "old"
-        return Needs(reference=kept, reference_every=every, min_group_size=2, advised_group_size=4)
+        return Needs(self.reference != "old", every, min_group_size=2, advised_group_size=4)
 
     def advantages(self, samples: Samples) -> Advantages:
         return Advantages(centred(samples.total_reward(), samples.group_N))
@@ -107,27 +104,15 @@ class Gvpo:
     def _batch_weights(self, out: TokenOutputs, batch: Batch) -> Tensor:
         return self.weights(self.log_ratio(out, batch), batch.rewards_N, batch.group_N, batch.length_N > 0)
 
-    def _spreads(self, log_ratio_N: Tensor, batch: Batch, valid_N: Tensor) -> tuple[float, float]:
-        """β times the standard deviation of ρ, and that of R, within groups: the mean over groups of two or more. The
-        weights are their difference, so that the two can be compared."""
-        here_N = torch.zeros_like(valid_N).index_fill(0, batch.episode_R, True) & valid_N
-        size_N = group_size(batch.group_N, valid_N=here_N)
-        share_N = torch.where(here_N & (size_N > 1), 1 / size_N.clamp(min=1), torch.zeros_like(size_N))
-        groups = float(share_N.sum().round().clamp(min=1))
-        spreads = [group_std(x_N.double(), batch.group_N, here_N) for x_N in (log_ratio_N, batch.rewards_N)]
-        pull, spread = (float((std_N * share_N).sum()) / groups for std_N in spreads)
-        return self.beta * pull, spread
-
     def metrics(self, out: TokenOutputs, batch: Batch) -> Metrics:
         """Statistics of the episodes of this micro-batch."""
         here = batch.episode_R.unique()
         weight, rho = self._batch_weights(out, batch)[here], self.log_ratio(out, batch)[here]
         empty_N = batch.length_N == 0
         alone_N = group_size(batch.group_N, valid_N=~empty_N) == 1
-        pull, spread = self._spreads(self.log_ratio(out, batch), batch, ~empty_N)
-        return {
-            "gvpo/pull": pull,
-            "gvpo/reward_spread": spread,
+        return {  # w is the difference of R and βρ, so their spreads can be compared
+            "gvpo/pull": self.beta * mean_spread(rho, batch.group_N[here], ~empty_N[here]),
+            "gvpo/reward_spread": mean_spread(batch.rewards_N[here], batch.group_N[here], ~empty_N[here]),
             "gvpo/alone": float((alone_N & ~empty_N)[here].double().mean()),
             "gvpo/empty": float(empty_N[here].double().mean()),
             "gvpo/mean_reward": float(batch.rewards_N[here].mean()),
