@@ -18,7 +18,7 @@ from typing import Any
 
 from kit.command import run_covey
 
-ALGORITHMS = ("grpo", "gvpo")
+ALGORITHMS: dict[str, list[str]] = {"grpo": [], "gvpo": ["algorithm.reference=initial", "algorithm.beta=0.1"]}
 # Inside quotes, Hydra reads a backslash as itself, unless a quote follows.
 SYSTEM = r'"Solve the problem step by step. Put the final answer in \boxed{}."'
 SETTINGS = [
@@ -38,7 +38,8 @@ def covey(command: str, words: list[str], log: Path) -> None:
 
 def one(algorithm: str, model: Path, data: Path, minutes: list[float], out: Path) -> None:
     """All parts of one algorithm, then the last evaluation."""
-    words = [f"algorithm={algorithm}", f"model.name={model}", *SETTINGS, f"logging.output_dir={out / algorithm}"]
+    words = [f"algorithm={algorithm}", *ALGORITHMS[algorithm], f"model.name={model}", *SETTINGS]
+    words += [f"logging.output_dir={out / algorithm}"]
     words += [f"data.train_files={data / 'train.jsonl'}", f"data.val_files={data / 'test.jsonl'}"]
     log = out / f"{algorithm}.log"
     for part in minutes:

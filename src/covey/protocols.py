@@ -49,7 +49,8 @@ MAX_TURN_REWARD = 1e15  # as of a reward function
 class Needs:
     """The inputs that an algorithm needs. Only these are computed."""
 
-    reference: bool = False  # log-probs under the start model
+    reference: bool = False  # log-probs under the reference: the start model, unless it moves
+    reference_every: int = 0  # steps after which the policy becomes the reference; 0: never
     proximal: bool = False  # log-probs of the sampled tokens recomputed by the learner
     full_kl: bool = False  # KL to the reference over the vocabulary, with gradient, in every update
     sample_full_kl: bool = False  # the same once per step, without gradient

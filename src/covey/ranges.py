@@ -79,6 +79,7 @@ Cap = Annotated[float, Range(0, 1e30)]  # a huge cap is a common way to write "n
 PositiveCap = Annotated[float, Range(0, 1e30, above=True)]
 Epsilon = Annotated[float, Range(0, 1000)]
 Steps = Annotated[int, Range(0, 1_000_000_000)]
+Interval = Annotated[int, Range(1, 1_000_000_000)]  # in steps
 Tokens = Annotated[int, Range(1, 10_000_000)]
 Seconds = Annotated[float, Range(0.001, 1_000_000)]  # 11 days; system calls that wait accept at most 24
 

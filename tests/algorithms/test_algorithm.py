@@ -105,7 +105,7 @@ def test_every_algorithm_goes_with_kl_correction_and_shaping(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("gvpo", {"loss": "gvpo", "beta": 0.1, "use_bessel_correction": True, "reference": "initial"}),
+        ("gvpo", {"loss": "gvpo", "beta": 0.1, "use_bessel_correction": True, "reference": "old"}),
         ("grpo", {"loss": "ppo_clip", "aggregation": "seq-mean-token-mean", "std_normalize": True, "clip_high": 0.2}),
         ("dr_grpo", {"loss": "dr_grpo", "aggregation": "seq-mean-token-sum-norm", "std_normalize": False}),
         (
@@ -256,7 +256,7 @@ def test_a_kl_in_the_reward_is_refused_with_the_reason(name: str) -> None:
 
 def test_needs_are_those_of_all_parts() -> None:
     assert not make("grpo").needs.reference
-    assert make("gvpo").needs.reference and not make("gvpo", reference="old").needs.reference
+    assert make("gvpo", reference="initial").needs.reference and not make("gvpo").needs.reference
     assert make("ppo", kl_coef=0.1, correction="token").needs.values
     both = make("ppo", kl_coef=0.1, correction="token").needs
     assert both.reference and both.proximal and both.values and both.min_group_size == 1

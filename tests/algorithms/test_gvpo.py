@@ -167,8 +167,34 @@ def test_metrics_by_hand() -> None:
         "gvpo/min_weight": -1.0,
         "gvpo/mean_log_ratio": 0.0,
         "gvpo/std_log_ratio": ((0.04 + 0.16 + 0.01 + 0.01) / 4) ** 0.5,
+        # Of the four answers: √(2 · 0.3²) and 0; √(2 · 0.5²) and √2.
+        "gvpo/pull": 0.1 * 0.3 * 2**0.5 / 2,
+        "gvpo/reward_spread": (0.5 * 2**0.5 + 2**0.5) / 2,
     }
     assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_pull_and_spread_are_of_the_same_groups() -> None:
+    """A group of one and an empty answer count in neither; every other group counts once, whatever its size."""
+    logprobs, reference = tensor([-1.0], [-2.0], [-3.0], [-1.0], [-1.0], [0.0]), tensor([0.0]).expand(6, 1)
+    rewards = tensor(1.0, 0.0, 2.0, 5.0, 4.0, 9.0)
+    mask = torch.tensor([[1], [1], [1], [1], [1], [0]])
+    common = {"groups": ["a", "a", "a", "b", "c", "c"], "ref_logprobs": reference, "beta": 0.5}
+    _, found = policy_loss("gvpo", logprobs, logprobs, rewards, mask, **common)
+    assert (found["gvpo/pull"], found["gvpo/reward_spread"]) == pytest.approx((0.5, 1.0))  # group a alone
+    common["groups"] = ["a", "a", "a", "b", "b", "c"]
+    _, found = policy_loss("gvpo", logprobs, logprobs, rewards, mask, **common)
+    assert (found["gvpo/pull"], found["gvpo/reward_spread"]) == pytest.approx((0.25, (1 + 0.5**0.5) / 2))
+
+
+def test_at_the_optimum_the_pull_equals_the_spread_of_the_rewards() -> None:
+    """βρ = R − constant there, and with the sampling policy as anchor the first update has no pull."""
+    logprobs = torch.log(optimum(ANCHOR, BETA))[:, None]
+    mask, common = torch.ones(4, 1), {"groups": [0] * 4, "beta": BETA}
+    _, found = policy_loss("gvpo", logprobs, logprobs, REWARD, mask, ref_logprobs=ANCHOR[:, None], **common)
+    assert found["gvpo/pull"] == pytest.approx(found["gvpo/reward_spread"]) == pytest.approx(float(REWARD.std()))
+    _, first = policy_loss("gvpo", logprobs, logprobs, REWARD, mask, reference="old", **common)
+    assert first["gvpo/pull"] == 0 < first["gvpo/reward_spread"]
 
 
 def test_weight_by_hand() -> None:
@@ -247,10 +273,11 @@ def test_an_empty_answer_does_not_count() -> None:
     ("arguments", "message"),
     [
         ({"groups": None}, "pass groups="),
-        ({"ref_logprobs": None}, "needs ref_logprobs"),
+        ({"ref_logprobs": None, "reference": "initial"}, "needs ref_logprobs"),
         ({"aggregation": "token-mean"}, "sums over tokens by its theory"),
         ({"beta": 0.0}, "beta must be a number above 0"),
-        ({"reference": "yesterday"}, "initial or old"),
+        ({"reference": "yesterday"}, "old, initial or moving"),
+        ({"reference": "moving", "reference_every": 0}, "reference_every must be a whole number"),
         ({"clip_weight": -1.0}, "clip_weight"),
     ],
 )
@@ -259,6 +286,17 @@ def test_what_cannot_be_is_refused_with_the_reason(arguments: dict[str, object],
     call: dict[str, object] = {"groups": [0, 0], "ref_logprobs": zeros} | arguments
     with pytest.raises(ValueError, match=message):
         policy_loss("gvpo", zeros, zeros, torch.zeros(2), torch.ones(2, 1), **call)  # type: ignore[arg-type]
+
+
+def test_reference_log_probs_that_are_passed_are_the_anchor() -> None:
+    logprobs, reference, rewards, mask, groups = random_group_batch()
+    old = logprobs + 0.1
+    found = [
+        policy_loss("gvpo", logprobs, old, rewards, mask, groups=groups, **options)[1]["gvpo/std_log_ratio"]
+        for options in ({"ref_logprobs": reference}, {"ref_logprobs": reference, "reference": "old"}, {})
+    ]
+    ratio = [((logprobs - anchor) * mask).sum(-1).std(unbiased=False) for anchor in (reference, old, old)]
+    assert found == pytest.approx([float(std) for std in ratio])
 
 
 def test_the_loss_of_a_token_is_its_weight_times_its_log_prob() -> None:
@@ -273,7 +311,7 @@ def test_the_loss_of_a_token_is_its_weight_times_its_log_prob() -> None:
     for members in ([0, 1], [2, 3, 4], [5, 6]):
         centred = (reward[members] - reward[members].mean()) - 0.3 * (rho[members] - rho[members].mean())
         expected[members] = -0.3 * centred / (len(members) - 1)
-    same(Gvpo(beta=0.3).loss(outputs(logprobs), batch), expected[episode][:, None] * logprobs)
+    same(Gvpo(beta=0.3, reference="initial").loss(outputs(logprobs), batch), expected[episode][:, None] * logprobs)
 
 
 def test_it_advises_more_than_two_answers() -> None:

@@ -276,6 +276,16 @@ def test_groups_are_not_split(run):
     )
 
 
+def test_trls_synchronised_reference_is_the_moving_reference(run):
+    kept = run("algorithm=grpo", "algorithm.kl_coef=0.1", "sync_ref_model=true", "ref_model_sync_steps=7")
+    assert kept.config.algorithm.reference_every == 7
+    anchored = run("algorithm=gvpo", "sync_ref_model=true").config.algorithm
+    assert (anchored.reference, anchored.reference_every) == ("moving", 512)
+    assert run("algorithm=grpo", "sync_ref_model=false").config.algorithm.reference_every == 0
+    with pytest.raises(InputError, match=r"ref_model_mixup_alpha=0\.6"):
+        run("algorithm=grpo", "sync_ref_model=true", "ref_model_mixup_alpha=0.6")
+
+
 # --- without effect ----------------------------------------------------------------------------------------------
 
 
@@ -292,6 +302,7 @@ def test_groups_are_not_split(run):
             ],
         ),
         (["actor.kl_loss_type=mse"], ["actor.kl_loss_type has no effect with algorithm=gvpo"]),
+        (["ref_model_sync_steps=5"], ["ref_model_sync_steps has no effect without sync_ref_model=true"]),
         (
             ["critic.ppo_mini_batch_size=3", "critic.ppo_micro_batch_size_per_gpu=2"],
             [

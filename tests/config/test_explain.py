@@ -100,6 +100,7 @@ def test_explain_an_algorithm(algorithms):
         f"algorithm.{name}"
         for name in (
             *("loss", "beta", "use_bessel_correction", "clip_weight", "normalize_weights", "reference"),
+            "reference_every",
             *("overlong_buffer", "overlong_penalty", "truncated", "filter_groups", "filter_metric", "max_refills"),
         )
     ]

@@ -63,7 +63,14 @@ def test_the_weights_of_dgdo_are_the_guides(run) -> None:
 def test_the_presets_of_gvpo(preset: str, sizes: tuple[int, int], run) -> None:
     config = run(config_name=f"gvpo_math_{preset}").config
     assert (config.data.train_batch_size, config.rollout.group_size) == sizes
-    assert config.algorithm.beta == 0.1 and config.learner.lr == 1e-6
+    assert (config.algorithm.beta, config.algorithm.reference, config.learner.lr) == (0.1, "initial", 1e-6)
+
+
+@pytest.mark.parametrize(("name", "beta"), [("demo", 0.05), ("gvpo_minimal", 0.1), ("gvpo_math", 0.1)])
+def test_recipes_of_gvpo_name_their_anchor(name: str, beta: float, run) -> None:
+    """Their figures, and the documents they are from, are those of the start model as anchor, not of the default."""
+    algorithm = run(config_name=name).config.algorithm
+    assert (algorithm.reference, algorithm.beta) == ("initial", beta)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,10 @@ def faulty(name: str, steps: int = 100, seed: int = 0) -> tuple[dict[str, Floats
             series["policy/ess"] = 0.95 - 0.7 * t
         case "reward_tradeoff":
             series["reward/format/mean"] = 0.9 - 0.6 * t
+        case "anchor_pull":  # the policy drifts from its anchor faster than the rewards pay for
+            series |= {"gvpo/pull": 0.6 * t, "gvpo/reward_spread": np.full(steps, 0.35)}
+            series["gvpo/mean_log_ratio"] = 10 * t
+            accuracy = {s: min(v, 0.5) for s, v in accuracy.items()}
         case "length_correlation":
             series["response/length_mean"] = 100 + 200 * t
         case _:
@@ -106,7 +110,7 @@ def faulty(name: str, steps: int = 100, seed: int = 0) -> tuple[dict[str, Floats
 
 
 FAULTS = ("reward_hacking", "entropy_collapse", "zero_variance", "kl_growth", "truncation", "divergence")
-MORE_FAULTS = ("failures", "off_policy", "reward_tradeoff")
+MORE_FAULTS = ("failures", "off_policy", "reward_tradeoff", "anchor_pull")
 
 
 def write_run(

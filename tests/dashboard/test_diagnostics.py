@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,35 @@ def test_a_finding_names_metrics_and_steps() -> None:
     assert 20 <= finding.first <= 40 and finding.last == 99
     (finding,) = diagnose(evidence(*faulty("failures")))
     assert "tool_timeout" in finding.sentence and "24%" in finding.sentence  # 20 of 84
+
+
+def pulled(pull: Floats, spread: Floats, accuracy: float = 0.5, **settings: object) -> list[Finding]:
+    series, _ = healthy(len(pull))
+    series |= {"gvpo/pull": pull, "gvpo/reward_spread": spread, "gvpo/mean_log_ratio": np.full(len(pull), 7.0)}
+    series["reward/mean"] = np.repeat([0.2, 0.4], len(pull) // 2)
+    made = evidence(series, {0: 0.2, len(pull): accuracy})
+    return diagnose(replace(made, settings={f"algorithm.{key}": value for key, value in settings.items()}))
+
+
+def test_the_pull_of_the_anchor_is_reported_with_the_nats_used_and_paid_for() -> None:
+    pull, spread = np.where(np.arange(100) < 60, 0.1, 0.5), np.full(100, 0.3)
+    (finding,) = pulled(pull, spread, beta=0.05, reference="initial")
+    assert (finding.name, finding.first, finding.last) == ("anchor_pull", 60, 99)
+    assert "For 40 steps" in finding.sentence and "std(ρ) is 0.5 within groups" in finding.sentence
+    assert "7.0 nats" in finding.sentence and "0.200, pays for 4.0 (gain / β, β = 0.05)" in finding.sentence
+    assert "algorithm.beta" in finding.settings and "algorithm.reference=old" in finding.advice
+    (other,) = pulled(pull, spread, beta=0.05, reference="moving")  # its anchor was not there at the start
+    assert "7.0 nats" in other.sentence and "pays for" not in other.sentence
+
+
+def test_a_pull_below_the_rewards_or_of_few_steps_is_fine() -> None:
+    spread = np.full(100, 0.3)
+    assert pulled(np.zeros(100), spread, beta=0.1, reference="old") == []  # one update per batch: ρ = 0
+    assert pulled(np.full(100, 1e-7), np.zeros(100), beta=0.1, reference="old") == []  # nor where rewards are equal
+    assert pulled(np.full(100, 0.2), spread) == []
+    assert pulled(np.where(np.arange(100) < 96, 0.1, 0.5), spread) == []  # four steps
+    assert pulled(np.where(np.arange(100) < 90, 0.5, 0.1), spread) == []  # it is over
+    assert pulled(np.full(100, 0.5), spread, accuracy=0.95) == []  # solved: nothing is left to gain
 
 
 def test_settings_of_findings_exist() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from covey.config.schema import CriticConfig, LearnerConfig
 from covey.learner.learner import Learner
 from covey.learner.parallel import Ranks, local_part
 from covey.models.loading import Reference
+from covey.protocols import Needs
 from covey.types import Batch, Samples
 from covey.weights.names import full_weights, named_weights
 from tests.conftest import tiny_llama
@@ -208,3 +210,44 @@ def from_settings(ranks: Ranks, settings: list[str], folder: Path | None) -> dic
     if folder is not None:
         learner.save(folder)
     return {"weights": weights_of(learner), "sharded": learner.sharded, "ref_logprobs": samples.ref_logprobs_RT}
+
+
+def reference_course(ranks: Ranks, case: Case, steps: range, folder: Path, save_after: int) -> list[torch.Tensor]:
+    """Log-probs under a reference that moves every two steps, in each step; saved in `folder` after so many steps."""
+    learner = case.learner(ranks)
+    found = []
+    for step in steps:
+        found.append(_moved(learner, case, step))
+        if step + 1 == save_after:
+            learner.save(folder)
+            if ranks.is_first:
+                (folder / "counters.json").write_text(json.dumps(learner.counters()))
+    return found
+
+
+def resume_moving(ranks: Ranks, case: Case, steps: range, folder: Path, *, moving: bool = True) -> list[torch.Tensor]:
+    learner = case.learner(ranks, folder)
+    learner.restore(folder, json.loads((folder / "counters.json").read_text()), moving=moving)
+    return [_moved(learner, case, step, every=2 if moving else 0) for step in steps]
+
+
+def _moved(learner: Learner, case: Case, step: int, every: int = 2) -> torch.Tensor:
+    batch = case.batch(step)
+    samples = Samples(
+        rows=batch.rows,
+        group_N=batch.group_N,
+        rewards={},
+        weights={},
+        longest_N=batch.length_N,
+        truncated_N=torch.zeros(len(batch.group_N), dtype=torch.bool),
+        episode_R=batch.episode_R,
+        mask_RT=batch.mask_RT,
+        old_logprobs_RT=batch.old_logprobs_RT,
+    )
+    found = learner.annotate(samples, Needs(reference=True, reference_every=every)).ref_logprobs_RT
+    assert found is not None
+    learner.update(batch, make("grpo"))
+    fixed = case.batch(0)
+    assert learner.reference is not None
+    with learner.reference.active() as model:
+        return learner.logprobs(fixed.rows, 1.0, model)

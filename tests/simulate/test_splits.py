@@ -171,10 +171,10 @@ def test_a_recipe_is_simulated_and_every_figure_labelled(tmp_path: Path, capsys:
 
 
 def test_tokens_of_older_policies_take_another_forward_pass() -> None:
-    """Synchronous GRPO: one pass; async: a third more. GVPO always needs its reference and has no correction."""
+    """Synchronous GRPO: one pass; async: a third more. GVPO needs its reference in both, if it has one."""
     grpo = compose_command(parse(["algorithm=grpo"])).config
     assert [passes(grpo, lead) for lead in (0, 1)] == pytest.approx([1.0, 4 / 3])
-    gvpo = compose_command(parse(["algorithm=gvpo"])).config
+    gvpo = compose_command(parse(["algorithm=gvpo", "algorithm.reference=initial"])).config
     assert [passes(gvpo, lead) for lead in (0, 1)] == pytest.approx([4 / 3, 4 / 3])
 
 

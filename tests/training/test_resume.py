@@ -86,6 +86,11 @@ def outcome(folder: Path) -> dict[str, Any]:
         pytest.param((), marks=pytest.mark.slow),  # tests/faults/test_crash.py kills such a run at many places
         pytest.param(("algorithm=grpo", "model.dtype=bfloat16", "learner.mini_batch_size=2"), marks=pytest.mark.slow),
         pytest.param(("model.lora.rank=4",), marks=pytest.mark.slow),
+        ("algorithm.reference=moving", "algorithm.reference_every=2"),
+        pytest.param(
+            ("algorithm=grpo", "algorithm.kl_coef=0.1", "algorithm.reference_every=2", "model.lora.rank=4"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ("algorithm=ppo", "critic.warmup_steps=2", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.01"),
             marks=pytest.mark.slow,
@@ -95,7 +100,7 @@ def outcome(folder: Path) -> dict[str, Any]:
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["gvpo", "grpo-bfloat16", "lora", "ppo-adaptive-kl", "dgdo"],
+    ids=["gvpo", "grpo-bfloat16", "lora", "moving", "moving-lora", "ppo-adaptive-kl", "dgdo"],
 )
 def test_killed_in_the_middle_of_step_four(tmp_path: Path, tiny_model_folder: Path, settings: tuple[str, ...]) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"

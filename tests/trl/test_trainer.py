@@ -42,7 +42,6 @@ def test_arguments_of_transformers_that_are_not_there() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sync_ref_model": True}, "sync_ref_model=True is not supported"),
         ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
         ({"push_to_hub": True}, "save_model"),
         ({"loss_type": "dpo"}, "loss_type=dpo is not supported; supported: grpo"),

@@ -83,6 +83,16 @@ def test_several_optimiser_steps_from_a_generation() -> None:
     assert any("mean over those of a generation" in remark for remark in found.remarks)
 
 
+def test_the_reference_follows_the_policy_in_whole_generations() -> None:
+    """TRL counts optimiser steps, of which two follow a generation here."""
+    common: dict[str, Any] = {"beta": 0.1, "sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "num_iterations": 2}
+    assert translated(**common, ref_model_sync_steps=64).settings["algorithm"]["reference_every"] == 32
+    with pytest.raises(InputError, match="a multiple of 2"):
+        translated(**common, ref_model_sync_steps=63)
+    assert "reference_every" not in translated(beta=0.1).settings["algorithm"]
+    assert "sync_ref_model has no effect without beta" in translated(sync_ref_model=True).remarks
+
+
 def test_epochs_count_whole_batches() -> None:
     """10 prompts in batches of 4 are 2 steps an epoch; one and a half epochs are 3."""
     found = translated(rows=10, per_device_train_batch_size=8, num_generations=2, num_train_epochs=1.5)
@@ -110,6 +120,7 @@ def test_several_generations_in_an_optimiser_step() -> None:
         ({"loss_type": "cispo"}, "epsilon_high=5.0"),
         ({"delta": 1.1}, "greater than 1"),
         ({"importance_sampling_level": "sequence", "beta": 0.1}, "use_bias_correction_kl=False"),
+        ({"beta": 0.1, "sync_ref_model": True}, "ref_model_mixup_alpha=0.6.*\n.*ref_model_mixup_alpha=1.0"),
         ({"report_to": "comet_ml"}, "wandb"),
         ({"generation_kwargs": {"num_beams": 2}}, "num_beams"),
         ({"model_init_kwargs": {"load_in_4bit": True}}, "load_in_4bit"),
@@ -183,6 +194,7 @@ OTHER_VALUES: dict[str, Any] = {  # than the defaults, of arguments that are tra
     "bf16": False,
     "eval_strategy": "steps",
     "eval_steps": 7,
+    "ref_model_sync_steps": 7,
     "num_generations_eval": 2,
     "save_strategy": "no",
     "save_steps": 50,
@@ -196,6 +208,8 @@ OTHER_VALUES: dict[str, Any] = {  # than the defaults, of arguments that are tra
 }
 BESIDE: dict[str, dict[str, Any]] = {  # what an argument needs to have an effect
     "use_bias_correction_kl": {"beta": 0.1},
+    "sync_ref_model": {"beta": 0.1, "ref_model_mixup_alpha": 1.0},
+    "ref_model_sync_steps": {"beta": 0.1, "sync_ref_model": True, "ref_model_mixup_alpha": 1.0},
     "eval_steps": {"eval_strategy": "steps"},
     "sapo_temperature_pos": {"loss_type": "sapo"},
     "sapo_temperature_neg": {"loss_type": "sapo"},

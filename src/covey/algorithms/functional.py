@@ -265,8 +265,10 @@ def policy_loss(
     advantages are multiplied by truncated importance weights (correction, correction_cap).
 
     policy_loss("gvpo") takes R − R̄ as advantages and subtracts the β term, computed from the current log-probs; it
-    needs `groups`, and `ref_logprobs` unless reference="old".
+    needs `groups`. Its anchor is `ref_logprobs` if they are given (reference="initial"), else `old_logprobs`.
     """
+    if ref_logprobs is not None and ALIASES.get(name, name) == "gvpo":
+        options = {"reference": "initial"} | options
     algorithm = _with_loss(name, aggregation, sampling_logprobs is not None, options)
     if algorithm.couples == "groups" and groups is None:
         raise ValueError(f"{name} couples the answers of a prompt: pass groups=, the prompt of each answer")

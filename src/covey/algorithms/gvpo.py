@@ -12,11 +12,11 @@ full-support sampling distribution its unique minimum is π* ∝ π' e^{R/β}: n
 constraint is part of the weights.
 
 The advantage is R − R̄ alone; the loss subtracts β(ρ − ρ̄), computed from the current log-probs. w carries no gradient
-(with a gradient the fixed point would be π'^½ e^{R/2β}); tokens are summed, not averaged (a mean would change the
-target).
+(with a gradient the fixed point would be π'^½ e^{R/2β}); tokens are summed: a mean would change the target.
 
-Deviations: the anchor is the start model by default (`reference="initial"`); the authors use "old", the sampling
-policy, which with one update per batch is REINFORCE with a group baseline.
+The anchor is the sampling policy (`reference="old"`, as in the authors' script), so ρ is 0 in the first update of a
+batch; the start model ("initial"); or the policy of some steps ago ("moving": after n of them π_n ∝ π_0 e^{nR/β}).
+Deviations: none.
 Shapes: N episodes, R rows, T tokens.
 """
 
@@ -26,10 +26,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from covey.algorithms.ops import centred, group_mean, group_size, policy_sum
+from covey.algorithms.ops import centred, group_mean, group_size, mean_spread, policy_sum
 from covey.imports import torch
 from covey.protocols import Advantages, Couples, Metrics, Needs, TokenOutputs
-from covey.ranges import Positive, PositiveCap, check_ranges
+from covey.ranges import Interval, Positive, PositiveCap, check_ranges
 from covey.types import Batch, Samples
 
 if TYPE_CHECKING:
@@ -56,16 +56,18 @@ class Gvpo:
     use_bessel_correction: bool = True  # divide by k − 1 (unbiased variance); else by k
     clip_weight: PositiveCap | None = None  # clip w to ±this
     normalize_weights: bool = True  # re-centre w in each group after clipping, so that it still sums to zero
-    reference: str = "initial"  # the anchor π': initial (the frozen start model) or old (the sampling policy)
+    reference: str = "old"  # the anchor π': old (the sampling policy), initial (the start model), or moving
+    reference_every: Interval = 20  # (moving) steps after which the policy becomes the anchor
 
     def __post_init__(self) -> None:
         check_ranges(self, "algorithm.")
-        if self.reference not in ("initial", "old"):
-            raise ValueError(f"algorithm.reference must be initial or old, got {self.reference!r}")
+        if self.reference not in ("old", "initial", "moving"):
+            raise ValueError(f"algorithm.reference must be old, initial or moving, got {self.reference!r}")
 
     @property
     def needs(self) -> Needs:
-        return Needs(reference=self.reference == "initial", min_group_size=2, advised_group_size=4)
+        every = self.reference_every if self.reference == "moving" else 0
+        return Needs(self.reference != "old", every, min_group_size=2, advised_group_size=4)
 
     def advantages(self, samples: Samples) -> Advantages:
         return Advantages(centred(samples.total_reward(), samples.group_N))
@@ -80,8 +82,8 @@ class Gvpo:
     def log_ratio(self, out: TokenOutputs, batch: Batch) -> Tensor:
         """ρ of every episode of the mini-batch, detached. Without a first pass the micro-batch holds whole groups;
         episodes of other micro-batches then get ρ = 0, and their groups no loss here."""
-        anchor_N = batch.ref_sum_N if self.reference == "initial" else batch.old_sum_N
-        assert anchor_N is not None, "GVPO with reference=initial needs reference log-probs"
+        anchor_N = batch.old_sum_N if self.reference == "old" else batch.ref_sum_N
+        assert anchor_N is not None, f"GVPO with reference={self.reference} needs reference log-probs"
         ratio_N = policy_sum(out, batch) - anchor_N
         if batch.policy_sum_N is not None:
             return ratio_N
@@ -108,7 +110,9 @@ class Gvpo:
         weight, rho = self._batch_weights(out, batch)[here], self.log_ratio(out, batch)[here]
         empty_N = batch.length_N == 0
         alone_N = group_size(batch.group_N, valid_N=~empty_N) == 1
-        return {
+        return {  # w is the difference of R and βρ, so their spreads can be compared
+            "gvpo/pull": self.beta * mean_spread(rho, batch.group_N[here], ~empty_N[here]),
+            "gvpo/reward_spread": mean_spread(batch.rewards_N[here], batch.group_N[here], ~empty_N[here]),
             "gvpo/alone": float((alone_N & ~empty_N)[here].double().mean()),
             "gvpo/empty": float(empty_N[here].double().mean()),
             "gvpo/mean_reward": float(batch.rewards_N[here].mean()),

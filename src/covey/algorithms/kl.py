@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from covey.algorithms.ops import episode_sum, masked_mean, probability_ratio
 from covey.imports import torch
 from covey.protocols import LossTerm, Metrics, Needs, TokenOutputs
-from covey.ranges import Coefficient, Positive, PositiveCap, check_ranges
+from covey.ranges import Coefficient, Positive, PositiveCap, Steps, check_ranges
 from covey.types import Batch, Samples
 
 if TYPE_CHECKING:
@@ -57,13 +57,14 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:
 
 @dataclass(slots=True)
 class Kl:
-    kl_coef: Coefficient = 0.0  # weight of the KL to the start model; 0: none, and no reference model is kept
+    kl_coef: Coefficient = 0.0  # weight of the KL to the reference; 0: none, and no reference model is kept
     kl_in: str = "loss"  # or reward: what it is added to
     kl_estimator: str = "auto"  # k1 (kl) | abs | k2 (mse) | k3 (low_var_kl) | full; auto: k3 in the loss, else k1
     kl_unbiased: bool = False  # in the loss, times π/π_old: its gradient is then that of the KL itself
     kl_target: Positive | None = None  # steer kl_coef so that the KL per token stays near this; null: fixed
     kl_horizon: PositiveCap = 10_000.0  # episodes over which kl_coef is steered
     kl_old_coef: Coefficient = 0.0  # weight of the KL to the sampling policy in the loss
+    reference_every: Steps = 0  # steps after which the policy becomes the reference; 0: the start model stays it
 
     coef: float = field(init=False)  # the current, adapted kl_coef
 
@@ -81,12 +82,19 @@ class Kl:
             raise ValueError("algorithm.kl_unbiased is for a KL of sampled tokens in the loss: kl_in=loss, not full")
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError("algorithm.kl_target steers kl_coef: both must be positive")
+        if self.reference_every and self.kl_coef == 0:
+            raise ValueError("algorithm.reference_every moves the reference of the KL: set algorithm.kl_coef above 0")
 
     @property
     def needs(self) -> Needs:
         on, full = self.kl_coef != 0, self.kl_estimator == "full"
         sampled = self.kl_in == "reward" or self.kl_target is not None
-        return Needs(reference=on, full_kl=on and full and self.kl_in == "loss", sample_full_kl=on and full and sampled)
+        return Needs(
+            reference=on,
+            reference_every=self.reference_every if on else 0,
+            full_kl=on and full and self.kl_in == "loss",
+            sample_full_kl=on and full and sampled,
+        )
 
     def remarks(self) -> list[str]:
         if self.kl_coef and self.kl_in == "loss" and KL_NAMES.get(self.kl_estimator) == "k1" and not self.kl_unbiased:

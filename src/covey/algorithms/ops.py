@@ -44,6 +44,15 @@ def group_std(x_N: Tensor, group_N: Tensor, valid_N: Tensor | None = None) -> Te
     return torch.where(std_N <= _rounding(x_N.dtype) * largest_G[group_N], torch.zeros_like(std_N), std_N)
 
 
+def mean_spread(x_N: Tensor, group_N: Tensor, valid_N: Tensor) -> float:
+    """The unbiased standard deviation within a group, averaged over groups with two or more valid members."""
+    _, group_N = group_N.unique(return_inverse=True)
+    size_N = group_size(group_N, valid_N=valid_N)
+    share_N = torch.where(valid_N & (size_N > 1), 1 / size_N.clamp(min=1), torch.zeros_like(size_N))
+    groups = float(share_N.sum())
+    return float((group_std(x_N.double(), group_N, valid_N) * share_N).sum()) / groups if groups else 0.0
+
+
 def normalised(x_N: Tensor, group_N: Tensor, epsilon: float, valid_N: Tensor | None = None) -> Tensor:
     """(x − mean) / (std + ε) over each group; 0 if the group has no spread or x is not valid."""
     std_N = group_std(x_N, group_N, valid_N)

@@ -76,7 +76,8 @@ def make_learner(prepared: BuildSpec, checkpoint: Checkpoint | None, ranks: Rank
         ranks=ranks,
     )
     if checkpoint is not None:
-        learner.restore(checkpoint.folder, checkpoint.state["learner"])
+        moving = prepared.algorithm.needs.reference_every > 0
+        learner.restore(checkpoint.folder, checkpoint.state["learner"], moving=moving)
         prepared.algorithm.load_state_dict(checkpoint.state["algorithm"])
     return learner
 

@@ -38,6 +38,11 @@ def with_teacher(algorithm: Algorithm, config: Config) -> Algorithm:
         return algorithm
     if reason := unsupported(type(algorithm.estimator)).get("teacher"):
         raise InputError(f"teacher={teacher.name} does not go with algorithm={algorithm.name}\n  {reason}")
+    if teacher.name == "initial" and algorithm.needs.reference_every:
+        raise InputError(
+            "teacher=initial is the start model, which is the reference too, and algorithm.reference_every moves it\n"
+            "  use teacher=current or a model folder, or remove algorithm.reference_every"
+        )
     if teacher.alone:
         algorithm = dataclasses.replace(algorithm, estimator=NoRewards())
     return dataclasses.replace(algorithm, teacher=Teacher(teacher.kl, teacher.coef, teacher.discount))

@@ -180,6 +180,7 @@ _TRL = {
     "vllm_tensor_parallel_size": "rollout.tensor_parallel",
     "vllm_enable_sleep_mode": "rollout.sleep",
     "beta": "algorithm.kl_coef",
+    **{key: key for key in ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")},
     "epsilon": "actor.clip_ratio",
     "epsilon_high": "algorithm.clip_high",
     "delta": "algorithm.dual_clip",

@@ -75,6 +75,12 @@ UNSUPPORTED = (
         "self-play against past checkpoints",
         "the current policy plays all roles; agent.train_roles selects those that learn",
     ),
+    Unsupported(
+        "ref_model_mixup_alpha",
+        lambda value: number(value) != 1,
+        "mixing the policy into the reference",
+        "set it to 1: the policy replaces the reference",
+    ),
     Unsupported("env.reasoning", true, "the reasoning prompt", "write it out: data.system_prompt='…'"),
     # Where and when things run
     Unsupported("rollout.name", is_("sglang", "hf"), "other engines", "use rollout=embedded or rollout=vllm"),
@@ -110,6 +116,7 @@ _CTRL, _CTRL_COEF = "algorithm.kl_ctrl.type", "algorithm.kl_ctrl.kl_coef"
 _CTRL_TARGET, _CTRL_HORIZON = "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"
 _OVERLONG, _OVERLONG_LEN = "reward_model.overlong_buffer.enable", "reward_model.overlong_buffer.len"
 _LORA, _LORA_RANK = "train_model.lora.enabled", "train_model.lora.r"
+_SYNC_REF, _SYNC_REF_STEPS, _SYNC_REF_MIX = "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"
 _RESPONSE, _PER_TURN = "rollout.response_length", "agent.max_tokens_per_turn"
 _RESUME, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
 _BATCH, _OPTIM = "train.dialog_turns_per_batch", "train.optim_batch_size"
@@ -136,6 +143,8 @@ PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     _CTRL_COEF: (("algorithm.kl_coef",), "only with use_kl_in_reward=true"),
     _CTRL_TARGET: (("algorithm.kl_target",), "only with kl_ctrl.type=adaptive and use_kl_in_reward=true"),
     _CTRL_HORIZON: (("algorithm.kl_horizon",), "only with kl_ctrl.type=adaptive and use_kl_in_reward=true"),
+    _SYNC_REF: (("algorithm.reference_every", "algorithm.reference"), "true: 512 without ref_model_sync_steps"),
+    _SYNC_REF_STEPS: (("algorithm.reference_every",), "only with sync_ref_model=true"),
     _OVERLONG: (("algorithm.overlong_buffer",), "false sets it to 0"),
     _OVERLONG_LEN: (("algorithm.overlong_buffer",), "only with overlong_buffer.enable=true"),
     _CLIP: (("algorithm.clip_low", "algorithm.clip_high"), "unless clip_ratio_low or clip_ratio_high is set"),
@@ -192,7 +201,7 @@ Rule = Callable[[Parts, DictConfig], Iterator[Derived]]
 def rules() -> tuple[Rule, ...]:
     """The rules in the order in which they use each other's results."""
     in_groups = (_train_batch, _device_batch, _mini_batch, _micro_batch, _total_steps)
-    about_kl = (_kl_loss, _kl_type, _kl_reward, _kl_place)
+    about_kl = (_kl_loss, _kl_type, _kl_reward, _kl_place, _sync_reference)
     first = (_dataset, _mode, _resume, _devices)
     return (*first, *about_kl, _scale, _overlong, _lengths, _lora, _clip_ratio, *in_groups)
 
@@ -202,6 +211,8 @@ def remarks(parts: Parts) -> Iterator[str]:
     if _KL_COEF in parts and _KL not in parts:  # verl's KL loss is off by default
         coef = parts[_KL_COEF].key
         yield f"{coef} has no effect without {coef.replace('kl_loss_coef', 'use_kl_loss')}=true"
+    if _SYNC_REF_STEPS in parts and _SYNC_REF not in parts:
+        yield f"{_SYNC_REF_STEPS} has no effect without {_SYNC_REF}=true"
     if _OVERLONG_LEN in parts and _OVERLONG not in parts:
         length = parts[_OVERLONG_LEN].key
         yield f"{length} has no effect without {length.removesuffix('len')}enable=true"
@@ -320,6 +331,15 @@ def _kl_place(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
     place = parts.get(_KL_PLACE)
     if place is not None and ("kl_in" in tree.algorithm or not true(place.value)):
         yield Derived("algorithm.kl_in", "loss" if true(place.value) else "reward", (place,))
+
+
+def _sync_reference(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    """TRL mixes the policy into the reference; here it replaces it. GVPO's anchor has a name of its own."""
+    anchored, on = "reference" in tree.algorithm, _on(parts, _SYNC_REF)
+    if anchored and on:
+        yield Derived("algorithm.reference", "moving", (parts[_SYNC_REF],))
+    if on or not anchored:
+        yield from _switched(parts, _SYNC_REF, _SYNC_REF_STEPS, "algorithm.reference_every", 512, 512)
 
 
 def _overlong(parts: Parts, tree: DictConfig) -> Iterator[Derived]:

@@ -8,7 +8,7 @@ are the constants below; docs/dash.md explains each. Pure functions of series, w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ FAILED = 0.1  # share of episodes that failed in the infrastructure
 STEEPER = 10.0  # growth of the gradient norm
 STALE = 0.5  # effective sample size, as a share
 MISMATCH = 0.1  # nats per token between engine and learner
+PULLED, PULL_LEAST = 5, 0.01  # steps in a row in which GVPO's pull outweighs the rewards; less is rounding
 LONGER, LENGTH_CORRELATION, MIN_EPISODES = 1.5, 0.6, 50  # growth of answers; correlation with the reward; episodes
 
 
@@ -56,6 +57,7 @@ class Evidence:
     tasks: int | None = None
     lengths: Floats | None = None  # of recorded episodes
     rewards: Floats | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the run, by dotted name
 
     def series(self, name: str) -> Points | None:
         """A step metric with enough values."""
@@ -207,6 +209,44 @@ def kl_growth(evidence: Evidence) -> Finding | None:
     return None
 
 
+def anchor_pull(evidence: Evidence) -> Finding | None:
+    """GVPO: the spread of βρ within groups exceeds that of the rewards at the end of the run."""
+    pull, spread = evidence.series("gvpo/pull"), evidence.series("gvpo/reward_spread")
+    accuracy = evidence.evaluations.get("eval/accuracy")
+    if pull is None or spread is None or (accuracy is not None and len(accuracy[1]) and accuracy[1][-1] >= SOLVED):
+        return None
+    steps, at_pull, at_spread = np.intersect1d(pull[0], spread[0], return_indices=True)
+    weaker = np.flatnonzero(pull[1][at_pull] <= np.maximum(spread[1][at_spread], PULL_LEAST))
+    first = int(weaker[-1]) + 1 if len(weaker) else 0
+    if len(steps) - first < PULLED:
+        return None
+    pulled, rewarded = float(pull[1][at_pull][first:].mean()), float(spread[1][at_spread][first:].mean())
+    return Finding(
+        "anchor_pull",
+        "The anchor holds the policy back",
+        f"For {len(steps) - first} steps the pull to the anchor has outweighed the rewards: β · std(ρ) is "
+        f"{pulled:.2g} within groups, the standard deviation of the rewards {rewarded:.2g}.{_nats(evidence)}",
+        ("gvpo/pull", "gvpo/reward_spread"),
+        int(steps[first]),
+        int(steps[-1]),
+        ("algorithm.beta", "algorithm.reference"),
+        "Lower algorithm.beta, or use an anchor that follows the policy: algorithm.reference=old, or moving.",
+    )
+
+
+def _nats(evidence: Evidence) -> str:
+    """The nats per answer that the policy has used, and those that the gain in reward pays for."""
+    ratio, reward = evidence.series("gvpo/mean_log_ratio"), evidence.series("reward/mean")
+    beta, anchor = (evidence.settings.get(f"algorithm.{name}") for name in ("beta", "reference"))
+    if ratio is None:
+        return ""
+    used = f" An answer is {_ends(ratio)[1]:.1f} nats from the anchor"
+    if anchor != "initial" or reward is None or not isinstance(beta, int | float) or beta <= 0:
+        return f"{used}."
+    gain = _ends(reward)[1] - _ends(reward)[0]
+    return f"{used}; the gain in reward, {gain:.3f}, pays for {max(gain, 0.0) / beta:.1f} (gain / β, β = {beta:g})."
+
+
 def truncation(evidence: Evidence) -> Finding | None:
     cut = _truncated_share(evidence)
     if cut is None:
@@ -355,6 +395,7 @@ CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     reward_hacking,
     divergence,
     kl_growth,
+    anchor_pull,
     entropy_collapse,
     zero_variance,
     failures,

@@ -154,6 +154,7 @@ class Run:
             self.tasks,
             self.episodes.column("length") if len(self.episodes) else None,
             self.episodes.column("reward") if len(self.episodes) else None,
+            self.config,
         )
 
     def state(self) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def _gvpo(config: Any) -> Gvpo:
                 f"algorithm.rollout_correction.{key} breaks GVPO: weights and rejections break its zero sum, and\n"
                 "  bypass_mode replaces the loss by another; gvpo is valid for samples of any policy as it is"
             )
-    known = [f.name for f in dataclasses.fields(Gvpo) if f.name not in ("beta", "reference")]
+    known = [f.name for f in dataclasses.fields(Gvpo) if not f.name.startswith(("beta", "reference"))]
     return Gvpo(beta=float(config.kl_ctrl.kl_coef), **_settings("gvpo", config, known))
 
 

@@ -55,6 +55,7 @@ from covey.types import Batch, Sample, Samples, TeacherTop
 if TYPE_CHECKING:
     from covey.models.vision import VisionProcessor
 
+REFERENCE = "reference/"  # of the names of a moving reference's weights in a checkpoint
 Pass = tuple[MicroBatch, bool]  # a forward pass, and whether it counts (packing.passes_of_rank)
 
 
@@ -116,6 +117,7 @@ class Learner:
         self._logit_rows: int | None = None  # tokens whose logits are held at once; None: the usual number
         self.skipped = 0
         self.skipped_in_a_row = 0
+        self.reference_steps = 0  # training steps that a moving reference has seen
         self._offloaded_from: torch.device | None = None
 
     @property
@@ -154,6 +156,8 @@ class Learner:
         if self.critic is not None:
             self.critic.steps += 1
         if needs.reference:
+            if needs.reference_every:
+                self._move_reference(needs.reference_every)
             self._plan_passes(samples.rows)  # with the adapter, if there is one
             assert self.reference is not None, "the algorithm needs a reference policy and none was loaded"
             with self.reference.active() as model:
@@ -180,6 +184,14 @@ class Learner:
             sampled_RT = samples.old_logprobs_RT
             samples = replace(samples, sampling_logprobs_RT=sampled_RT, old_logprobs_RT=out.logprobs)
         return samples
+
+    def _move_reference(self, every: int) -> None:
+        """At the beginning of a step: after each `every` steps the policy becomes the reference."""
+        assert self.reference is not None, "the algorithm needs a reference policy and none was loaded"
+        if self.reference_steps and self.reference_steps % every == 0:
+            self._reshard()
+            self.reference.move({name: local_part(weight) for name, weight in self.optimizer.working.items()})
+        self.reference_steps += 1
 
     def logprobs(self, rows: Sequence[Sample], temperature: float, model: Any = None) -> Tensor:
         """Log-probs of the rows' sampled tokens under a model, by default the policy, [R, T] on the CPU."""
@@ -482,7 +494,8 @@ class Learner:
     # -- Checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write model, optimiser and critic into a folder that all ranks see. All ranks must call it.
+        """Write model, optimiser, critic and a moving reference into a folder that all ranks see. All ranks must call
+        it.
 
         Raises `NonFiniteWeights` before anything is written.
         """
@@ -491,10 +504,18 @@ class Learner:
         save_model(self.model, folder / "model", self.ranks, sharded=self.sharded)
         if self.vision is not None and self.ranks.is_first:
             self.vision.save_pretrained(folder / "model")
-        save_state(optimizer.tensors(), optimizer.blocks(), folder, self.ranks, optimizer.replicated())
+        tensors = optimizer.tensors() | self._moved_reference()
+        save_state(tensors, optimizer.blocks(), folder, self.ranks, optimizer.replicated())
         if self.critic is not None and self.ranks.is_first:
             save_tensors(self.critic.tensors(), folder / "critic.safetensors")
         self.ranks.barrier()
+
+    def _moved_reference(self) -> dict[str, Tensor]:
+        """This rank's part of a reference that moves, as names of its checkpoint."""
+        if self.reference is None or not self.reference_steps:
+            return {}
+        moved = self.reference.moved_weights(self.optimizer.working)
+        return {f"{REFERENCE}{name}": tensor for name, tensor in moved.items()}
 
     def _trained_tensors(self) -> dict[str, Tensor]:
         """This rank's part of everything that is trained, by name: weights, optimiser state and critic."""
@@ -510,12 +531,22 @@ class Learner:
             "scaler": self.scaler.state_dict(),
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "reference_steps": self.reference_steps,
             "critic": None if self.critic is None else self.critic.counters(),
         }
 
-    def restore(self, folder: Path, counters: dict[str, Any]) -> None:
-        """Load everything but the weights: the model was loaded with them."""
-        self.optimizer.load(load_state(folder, self.optimizer.blocks()), counters["updates"])
+    def restore(self, folder: Path, counters: dict[str, Any], *, moving: bool = False) -> None:
+        """Load everything but the weights: the model was loaded with them. `moving`: the reference moves, and goes on
+        where it was."""
+        tensors = load_state(folder, self.optimizer.blocks())
+        moved = {
+            name.removeprefix(REFERENCE): tensors.pop(name) for name in list(tensors) if name.startswith(REFERENCE)
+        }
+        self.optimizer.load(tensors, counters["updates"])
+        if moving and self.reference is not None:
+            self.reference_steps = counters.get("reference_steps", 0)  # not in checkpoints of earlier versions
+            if moved:
+                self.reference.move({name: part.to(self.device) for name, part in moved.items()})
         self.scaler.load_state_dict(counters["scaler"])
         if self.critic is not None:
             self.critic.load(load_tensors(folder / "critic.safetensors"), counters["critic"])

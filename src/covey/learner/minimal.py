@@ -42,7 +42,7 @@ class GVPOTrainer:
         self.ref_model = ref_model.requires_grad_(False).eval()
         self.num_samples_per_prompt = num_samples_per_prompt
         self.reward_function = reward_function
-        self.algorithm = make("gvpo", beta=beta)
+        self.algorithm = make("gvpo", beta=beta, reference="initial")
         config = LearnerConfig(lr=lr, grad_clip=max_grad_norm)
         self.learner = Learner(model.eval(), config, total_updates=1)
 

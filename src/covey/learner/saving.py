@@ -1,7 +1,8 @@
 """Saving and restoring a learner, on any number of ranks, and exporting its model.
 
     model/                               an ordinary model folder (or a peft adapter)
-    optimizer.safetensors                moments, and float32 masters if the weights are half precision
+    optimizer.safetensors                moments, float32 masters if the weights are half precision, and the reference
+                                         if it moves
     optimizer-00001-of-00002.safetensors the same for sharded weights: one file per rank
     critic.safetensors                   weights and optimiser state of the critic, if there is one
 

@@ -7,7 +7,7 @@ All parts of a model are read at one commit, which a run records and uses again 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,7 +239,8 @@ def set_checkpointing(model: Any, enabled: bool) -> None:
 
 
 class Reference:
-    """The start policy, frozen: the policy itself with its adapter disabled, or a copy made before training."""
+    """The start policy, frozen: the policy itself with its adapter disabled, or a copy made before training. `move`
+    replaces it with a later policy, of which it keeps the weights that are trained."""
 
     def __init__(self, model: Any, *, offload: bool = False) -> None:
         """`offload`: keep it in CPU memory while it is not used. This never moves the policy's own weights."""
@@ -247,6 +248,7 @@ class Reference:
         self.model = model if self.adapter else model.requires_grad_(False).eval()
         self.device = next(model.parameters()).device
         self.offload = offload and not self.adapter and self.device.type != "cpu"
+        self._moved_adapter: dict[str, torch.Tensor] = {}  # weights of the adapter, once it has moved
         self._users = 0
         if self.offload:
             self.model.to("cpu")
@@ -272,5 +274,47 @@ class Reference:
     @contextmanager
     def active(self) -> Iterator[Any]:
         """The reference model. Only while nothing is sampled: disabling an adapter changes the shared module."""
-        with self.loaded(), self.model.disable_adapter() if self.adapter else nullcontext():
+        with self.loaded(), self._without_adapter() if self.adapter else nullcontext():
             yield self.model
+
+    @contextmanager
+    def _without_adapter(self) -> Iterator[None]:
+        """The policy's adapter disabled, or exchanged for that of the policy that the reference has moved to."""
+        if not self._moved_adapter:
+            with self.model.disable_adapter():
+                yield
+            return
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        live = _own_parts(self.model)
+        for name, kept in self._moved_adapter.items():
+            policy = live[name].clone()
+            live[name].copy_(kept)
+            kept.copy_(policy)
+
+    @torch.no_grad()
+    def move(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Replace the trained weights, of which each rank passes its own part."""
+        if self.adapter:
+            self._moved_adapter = {name: part.clone() for name, part in weights.items()}
+            return
+        own = _own_parts(self.model)
+        for name, part in weights.items():
+            own[name].copy_(part)
+
+    def moved_weights(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """This rank's part of the weights with these names; none if an adapter has never moved."""
+        own = self._moved_adapter if self.adapter else _own_parts(self.model)
+        return {name: own[name] for name in names if name in own}
+
+
+def _own_parts(model: Any) -> dict[str, torch.Tensor]:
+    """This rank's memory of every weight. Writing to it is not seen by autograd."""
+    weights = model.named_parameters()
+    return {name: (w.to_local() if hasattr(w, "to_local") else w).data for name, w in weights}

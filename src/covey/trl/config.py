@@ -76,6 +76,9 @@ class GRPOConfig:
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     optim: str = "adamw_torch_fused"
+    sync_ref_model: bool = False
+    ref_model_mixup_alpha: float = 0.6
+    ref_model_sync_steps: int = 512
 
     # Model and machine
     model_init_kwargs: dict[str, Any] | None = None
@@ -155,9 +158,6 @@ class GRPOConfig:
     chat_template_kwargs: dict[str, Any] | None = None
     router_aux_loss_coef: float | None = None
     cast_lm_head_to_fp32: bool = False
-    sync_ref_model: bool = False
-    ref_model_mixup_alpha: float = 0.6
-    ref_model_sync_steps: int = 512
     top_entropy_quantile: float = 1.0
     use_adaptive_entropy: bool = False
     off_policy_mask_threshold: float | None = None
@@ -221,10 +221,10 @@ class GRPOConfig:
 
     def _check_unsupported(self) -> None:
         for name, instead in UNSUPPORTED.items():
-            if self._is_set(name):
+            if self.is_set(name):
                 raise InputError(f"{name}={getattr(self, name)!r} is not supported by covey.trl\n  {instead}")
 
-    def _is_set(self, name: str) -> bool:
+    def is_set(self, name: str) -> bool:
         """Whether an argument differs from its default."""
         default = next(field.default for field in dataclasses.fields(self) if field.name == name)
         return bool(getattr(self, name) != default)
@@ -232,7 +232,7 @@ class GRPOConfig:
     def remarks(self) -> Iterator[str]:
         """A warning for each argument that is set and has no effect."""
         for name, reason in NO_EFFECT.items():
-            if self._is_set(name):
+            if self.is_set(name):
                 yield f"{name}={getattr(self, name)!r} has no effect: {reason}"
 
 
@@ -317,9 +317,6 @@ UNSUPPORTED: dict[str, str] = {
     "chat_template_kwargs": "set processing_class.chat_template to a template that has them built in",
     "router_aux_loss_coef": _SAME_PROMPT,
     "cast_lm_head_to_fp32": "model_init_kwargs={'dtype': 'float32'} computes everything in float32",
-    "sync_ref_model": "the reference is the start model",
-    "ref_model_mixup_alpha": "the reference is the start model",
-    "ref_model_sync_steps": "the reference is the start model",
     "top_entropy_quantile": "leave it at 1.0",
     "use_adaptive_entropy": "entropy_coef alone gives a fixed bonus",
     "off_policy_mask_threshold": "vllm_importance_sampling_mode='sequence_mask' masks answers that are far off-policy",

@@ -95,7 +95,7 @@ def translate(args: GRPOConfig, rows: int, held_out: int = 0) -> Translated:
         steps = math.ceil(args.num_train_epochs * per_epoch)
     algorithm = "gdpo" if args.multi_objective_aggregation == "normalize_then_sum" else "grpo"
     settings = {
-        "algorithm": _algorithm(args, sampling),
+        "algorithm": _algorithm(args, sampling) | _reference(args, sizes),
         "data": {"train_batch_size": sizes.prompts, "shuffle": args.shuffle_dataset},
         "rollout": sampling | {"group_size": args.num_generations} | _engine(args),
         "learner": _learner(args, sizes, steps * sizes.updates),
@@ -117,6 +117,10 @@ def _remarks(args: GRPOConfig, sizes: Sizes) -> list[str]:
             f"max_steps={args.max_steps}: {sizes.updates} optimiser steps follow each generation, so "
             f"{math.ceil(args.max_steps / sizes.updates) * sizes.updates} are made"
         )
+    synced, needed = (args.sync_ref_model, "sync_ref_model") if args.beta else (False, "beta")
+    if not synced:
+        names = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
+        remarks += [f"{name} has no effect without {needed}" for name in names if args.is_set(name)]
     if args.loss_type == "bnpo" and args.gradient_accumulation_steps > 1:
         remarks.append("loss_type='bnpo' is 'dapo' here: the mean is over the tokens of the whole optimiser step")
     if args.loss_type in ("dapo", "cispo", "vespo") and args.steps_per_generation > args.gradient_accumulation_steps:
@@ -180,6 +184,24 @@ def _algorithm(args: GRPOConfig, sampling: Mapping[str, Any]) -> dict[str, Any]:
     if args.mask_truncated_completions:
         values["truncated"] = "mask"
     return values | _correction(args, sampling)
+
+
+def _reference(args: GRPOConfig, sizes: Sizes) -> dict[str, Any]:
+    """TRL counts optimiser steps, and mixes the policy into the reference."""
+    if not args.beta or not args.sync_ref_model:
+        return {}
+    if args.ref_model_mixup_alpha != 1:
+        raise InputError(
+            f"sync_ref_model with ref_model_mixup_alpha={args.ref_model_mixup_alpha}: the policy replaces the "
+            "reference, without mixing\n  fix: ref_model_mixup_alpha=1.0"
+        )
+    steps = args.ref_model_sync_steps
+    if steps < 1 or steps % sizes.updates:
+        raise InputError(
+            f"ref_model_sync_steps={steps}: {sizes.updates} optimiser steps follow each generation\n"
+            f"  fix: a multiple of {sizes.updates}"
+        )
+    return {"reference_every": steps // sizes.updates}
 
 
 def _loss(args: GRPOConfig) -> dict[str, Any]:

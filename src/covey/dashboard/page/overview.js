@@ -49,6 +49,7 @@
       { title: sft ? "Loss" : "Reward", about: sft ? "−log π per demonstrated token" : "mean reward of a step's episodes", unit: run.curve.name, names: [run.curve.key] },
       { title: `Held-out ${run.curve.measure}`, about: "validation tasks" + (run.curve.measure === "accuracy" ? ", with 95 % intervals" : ""), kind: "eval", unit: run.curve.measure, names: modes.length ? modes : [run.curve.best] },
       { title: "KL", about: "to the reference, or to the sampling policy", unit: "nats per token", names: has(["kl/reference", "kl/samples", "gvpo/mean_log_ratio", "policy/kl_old"]).slice(0, 2) },
+      { title: "Pull of the anchor", about: "β · std of the log-ratio, beside the std of the rewards; means over groups", unit: "standard deviation", names: has(["gvpo/pull", "gvpo/reward_spread"]) },
       { title: "Entropy", about: "per token; near 0: no exploration", unit: "nats per token", names: ["policy/entropy"] },
       { title: "Length", about: "tokens per answer", unit: "tokens", names: has(["response/length_mean", "response/length_max", "sft/tokens"]) },
       { title: "Truncated answers, zero-variance groups", about: "share", unit: "share", names: has(["response/truncated", "groups/flat"]) },
