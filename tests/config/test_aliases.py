@@ -318,6 +318,14 @@ def test_trls_synchronised_reference_is_the_moving_reference(run):
             ],
         ),
         (["algorithm.gamma=0.9"], ["algorithm.gamma: no effect: gvpo does not discount"]),
+        (["actor_rollout_ref.actor.strategy=fsdp2"], []),
+        (
+            ["actor_rollout_ref.actor.strategy=megatron"],
+            [
+                "actor_rollout_ref.actor.strategy: no effect: training has one backend, and learner.parallel chooses "
+                "how it is sharded"
+            ],
+        ),
         (
             ["algorithm=reinforce_plus_plus", "algorithm.gamma=0.9", "algorithm.lam=0.5"],
             ["algorithm.lam: no effect: reinforce_plus_plus has no λ"],

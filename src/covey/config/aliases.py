@@ -347,7 +347,9 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "actor.use_dynamic_bsz": _SILENT,
     "train.packing": _SILENT,
     "trainer.balance_batch": _SILENT,
-    "actor.strategy": _SILENT,
+    "actor.strategy": NoEffect(
+        "no effect: training has one backend, and learner.parallel chooses how it is sharded", off=("fsdp", "fsdp2")
+    ),
     "agent.use_agent": NoEffect("no effect: agent=chat, the default, is a run without tools", off=(True,)),
     "agent.backend": NoEffect("no effect: rollout= chooses the engine"),
     "algorithm.gamma": NoEffect("no effect: {algorithm} does not discount", off=(1,)),

@@ -37,8 +37,9 @@ MEANINGS = _by_word(
         "model.name": "base_model model_path model_id checkpoint_path pretrained pretrained_model llm policy weights",
         "model.context_length": "ctx context max_seq_length max_seq_len seq_len seq_length max_model_length window",
         "model.dtype": "precision fp16 fp32 half mixed_precision torch_dtype amp",
-        "model.device": "cuda gpu_id accelerator",
-        "model.lora.rank": "lora lora_r lora_rank r rank peft adapter use_lora use_peft qlora",
+        "model.device": "cuda gpu_id accelerator use_cpu no_cuda",
+        "model.quantization": "load_in_4bit load_in_8bit quantization_config qlora bnb quantize bits",
+        "model.lora.rank": "lora lora_r lora_rank r rank peft adapter use_lora use_peft",
         "model.lora.alpha": "lora_alpha lora_scale",
         "data.sampler": "curriculum curriculum_learning task_sampler class_path class_name online_difficulty_filtering",
         "data.name": "dataset dataset_name task task_name env_name benchmark",
@@ -56,7 +57,7 @@ MEANINGS = _by_word(
         "agent.max_response_tokens": "max_episode_tokens episode_length max_total_tokens",
         "reward.name": "rewards reward_fn reward_function reward_func reward_funcs scorer verifier grader metric",
         "reward.weights": "reward_weights weights_of_rewards reward_weight",
-        "rollout.name": "engine backend vllm inference_engine sampler",
+        "rollout.name": "engine backend vllm inference_engine sampler vllm_mode",
         "rollout.group_size": "samples rollouts generations group attempts completions n_samples num_samples k g n "
         "samples_per_prompt n_samples_per_prompt num_return_sequences trajectories num_rollouts completions_per_prompt",
         "rollout.max_tokens": "max_length max_len max_new_tokens max_gen_len generation_length response_length "
@@ -67,7 +68,7 @@ MEANINGS = _by_word(
         "rollout.memory": "gpu_memory gpu_memory_fraction kv_cache mem_fraction",
         "rollout.stop": "stop_token stop_words stop_strings eos stop_sequences",
         "learner.lr": "lr learning_rate step_size alpha_lr actor_lr policy_lr",
-        "learner.lr learner.weight_decay learner.schedule": "optimizer optim optimiser adam adamw",
+        "learner.optimizer learner.lr learner.weight_decay": "optim optimiser optimizer_name optimizer_type adam adamw",
         "learner.schedule": "scheduler lr_scheduler lr_schedule lr_decay decay",
         "learner.warmup_steps": "warmup warmup_ratio lr_warmup warmup_iters warmup_epochs",
         "learner.weight_decay": "wd l2 regularization",
@@ -77,6 +78,7 @@ MEANINGS = _by_word(
         "accumulate_grad_batches microbatch",
         "learner.entropy_coef": "entropy entropy_bonus ent_coef entropy_beta entropy_weight",
         "learner.compile": "torch_compile jit",
+        "learner.replay_routing": "router_replay routing_replay enable_router_replay moe_enable_routing_replay",
         "learner.parallel": "fsdp ddp zero deepspeed sharding strategy",
         "loop.total_epochs learner.epochs": "epochs num_epochs n_epochs max_epochs epoch train_epochs",
         "loop.total_steps": "steps num_steps iterations iters max_iters max_steps n_steps train_steps updates episodes",
@@ -98,7 +100,10 @@ MEANINGS = _by_word(
         "algorithm.lam": "gae_lambda lambda lmbda lam_actor gae",
         "algorithm.gamma": "discount discount_factor",
         "algorithm.name": "algo adv_estimator estimator method trainer rl_algorithm",
-        "algorithm.loss": "loss_fn policy_loss loss_name objective",
+        "algorithm.loss": "loss_fn policy_loss loss_name objective importance_sampling_level",
+        "algorithm.correction": "importance_sampling importance_correction tis vllm_importance_sampling_correction "
+        "vllm_importance_sampling_mode",
+        "algorithm.correction_cap": "vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
         "algorithm.filter_groups": "dynamic_sampling filter",
         "logging.output_dir": "out output output_path save_dir save_path log_dir dir logdir out_dir run_dir ckpt_dir "
         "checkpoint_dir results workdir",
@@ -110,6 +115,8 @@ MEANINGS = _by_word(
         "seed": "random_seed rng random_state manual_seed",
         "mode.name": "async_mode asynchronous is_async",
         "mode.max_staleness": "staleness off_policy max_lag lag",
+        "mode.update": "partial_rollout partial_rollouts",
+        "teacher.name": "teacher_model teacher_path teacher_model_name_or_path distillation",
     }
 )
 
