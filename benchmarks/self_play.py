@@ -31,13 +31,15 @@ from tiny import make_model, table, write_section
 from transformers import GenerationConfig
 
 import covey
+from covey.protocols import Policy
+from covey.types import Episode, Messages, Task
 
 MOVES = "rps"
 QUESTION = "q"
 STEPS = 300
 LAST = 150  # steps that are reported
 OPPONENTS: dict[str, dict[str, Any]] = {
-    "current": {"agent.train_roles": ["player"]},
+    "current": {},
     "latest": {"agent.opponents": ["opponent"], "agent.opponent_options": {"every": 10, "keep": 1}},
     "past": {"agent.opponents": ["opponent"], "agent.opponent_options": {"every": 10, "keep": 10}},
 }
@@ -56,16 +58,19 @@ def exploitability(probabilities: dict[str, float]) -> float:
 
 
 class Game:
-    def reset(self, task: covey.Task) -> covey.Observation:
-        self.moves: list[str] = []
-        return covey.Observation(list(task.messages), role="player")
+    """Both move at the same time. In this process: an environment would have a process of its own for every episode."""
 
-    def step(self, reply: str) -> covey.Observation | covey.Done:
-        self.moves.append(reply)
-        if len(self.moves) == 1:
-            return covey.Observation(QUESTION, role="opponent")
-        score = float(payoff(*self.moves))
-        return covey.Done(reward={"player": score, "opponent": -score})
+    reward = "given"
+
+    def opening(self, task: Task) -> tuple[Messages, None]:
+        return task.messages, None
+
+    async def run(self, policy: Policy, task: Task) -> Episode:
+        mine = await policy.ask(task.messages, role="player")
+        other = await policy.ask(task.messages, role="opponent", trained=False)
+        score = float(payoff(mine.text, other.text))
+        given = {"player": score, "opponent": -score}
+        return Episode(task, tuple(policy.turns), task.messages, stop=mine.stop, given=given)
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,7 @@ def train(name: str, seed: int, steps: int = STEPS, **changes: Any) -> Outcome:
         model = make_model(Path(scratch, "model"), symbols, seed=seed, initializer_range=0.3)
         GenerationConfig(eos_token_id=list(range(len(symbols) + 1))).save_pretrained(model)  # one symbol ends a reply
         settings: dict[str, Any] = {
+            "algorithm": "dr_grpo",
             "data": {"train_batch_size": 1},
             "rollout": {"group_size": 64, "max_tokens": 1},
             "learner": {"lr": 3e-3},
@@ -119,8 +125,7 @@ def train(name: str, seed: int, steps: int = STEPS, **changes: Any) -> Outcome:
         with covey.Trainer(
             model=str(model),
             tasks=[{"question": QUESTION, "answer": ""}],
-            agent=Game,
-            algorithm="dr_grpo",
+            agent=Game(),
             **(settings | OPPONENTS[name] | changes),
         ) as trainer:
             return Outcome(name, seed, tuple(strategy_of(step) for step in trainer))

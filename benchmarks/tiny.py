@@ -15,7 +15,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "experiments.md"
 END = "<end>"  # token 0; the symbols are 1, 2, ...
 
 
-def make_model(folder: Path, symbols: str, *, seed: int, initializer_range: float, width: int = 32) -> Path:
+def make_model(
+    folder: Path, symbols: str, *, seed: int, initializer_range: float, width: int = 32, context: int = 32
+) -> Path:
     """A random Llama with two layers of this width. Its vocabulary is the symbols and an end token; a prompt is
     only the question."""
     disable_progress_bar()
@@ -32,7 +34,7 @@ def make_model(folder: Path, symbols: str, *, seed: int, initializer_range: floa
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=32,
+        max_position_embeddings=context,
         initializer_range=initializer_range,
         tie_word_embeddings=False,
         bos_token_id=None,
