@@ -9,6 +9,8 @@ player is compared with the first players of the other attempts.
 The game: from a pile of counters the players take one or two in turn; who takes the last one wins. With perfect play
 the first player loses from a pile of 3 and of 6 and wins from 4 and 5. The rewards of the two sum to 0, so their sum
 has no signal.
+
+With --past the second player is an earlier policy of the run, and only the first one learns.
 """
 
 import argparse
@@ -52,6 +54,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="a folder, a Hugging Face id, or smollm2-135m")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--past", action="store_true", help="the second player is a past policy")
     args = parser.parse_args()
 
     piles = [{"question": f"Pile: {pile}", "answer": str(pile)} for pile in (3, 4, 5, 6)]
@@ -61,6 +64,7 @@ if __name__ == "__main__":
         validation=piles,
         algorithm="grpo",
         agent=TakeAway,
+        **({"agent.opponents": ["second"], "agent.opponent_options.every": 2} if args.past else {}),
         data={"train_batch_size": 4},
         rollout={"group_size": 16, "max_tokens": 3},
         learner={"lr": 3e-5},

@@ -250,6 +250,7 @@ class Collected:
     attempts: int = 0  # all sampled episodes, including those that failed or were filtered out
     cut: Mapping[str, int] = field(default_factory=dict)  # attempts that were cut off, by `Episode.cut_by`
     curriculum: Mapping[str, float] = field(default_factory=dict)  # metrics of data.sampler
+    opponent: Mapping[str, float] = field(default_factory=dict)  # metrics of agent.opponents
 
 
 @dataclass(frozen=True, slots=True)

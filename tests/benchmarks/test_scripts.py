@@ -7,6 +7,7 @@ Whole processes, clusters and browsers are for `make test-slow`.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import sys
@@ -40,6 +41,7 @@ LESS = {
     "decode_cpu": ["--threads", "1", "--rows", "4"],
     "demo_seeds": ["--seeds", "0", "1"],
     "distill": ["--seeds", "0", "--steps", "1"],
+    "distill_gsm8k": ["--tiny", "--parts", "1", "--methods", "grpo", "teacher", "both", "--write"],
     "faults": ["--runs", "1", "--modes", "sync", "--signals", "KILL", "--kills", "1", "--jobs", "1", "--out", "found"],
     "fuzz": ["--minutes", "0.002", "--targets", "data"],
     "gateway_load": ["--clients", "20", "--rounds", "1", "--turns", "1"],
@@ -57,6 +59,7 @@ LESS = {
     "regime": ["--tiny", "--out", "results"],
     "scaling": ["--tiny", "--out", "results"],
     "scoring": ["--only", "gsm8k", "--sample", "3"],
+    "self_play": ["--seeds", "0", "1"],
     "simulate": [],
     "soak": ["--steps", "150", "--every", "0.1"],
     "study": ["--tiny", "--seeds", "0", "--only", "grpo"],
@@ -212,6 +215,10 @@ def beside_itself() -> list[str]:
     return [path, "--baseline", path]
 
 
+def records_here(module: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(module, "RECORDS", Path("records"))
+
+
 def results_here(module: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "RESULTS", Path("results"))
 
@@ -249,6 +256,7 @@ def public_data() -> list[str]:
 SMALLER: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "async_tools": quick_tools,
     "decode_cpu": short_answers,
+    "distill_gsm8k": records_here,
     "gateway_load": results_here,
     "gpu": parts_here,
     "gvpo_optimum": few_steps,
@@ -257,6 +265,7 @@ SMALLER: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "publish_studies": records_here,
     "regime": short_tools,
     "simulate": quick_tools,
+    "self_play": few_steps,
     "soak": results_here,
     "study": jobs_here,
     "turn_credit": few_steps,
@@ -291,7 +300,17 @@ def one_archive() -> None:
     assert Path("EXPORT/gsm8k.tar").stat().st_size > 0
 
 
+def three_methods() -> None:
+    record = json.loads(Path("outputs/benchmark-distill-gsm8k/record.json").read_text())
+    assert record == json.loads(next(Path("records").glob("distill-gsm8k-*.json")).read_text())
+    assert [course["steps"] for course in record["methods"].values()] == [1, 1, 1]
+    assert record["methods"]["grpo"]["kl"] is None and record["methods"]["teacher"]["kl"][0] > 0
+    shown = Path("distill_gsm8k.md").read_text()
+    assert "| the teacher | " in shown and "of the 5 test problems" in shown
+
+
 CHECKS: dict[str, Callable[[], None]] = {
+    "distill_gsm8k": three_methods,
     "gsm8k": one_backslash,
     "publish_studies": every_section,
     "study": one_archive,

@@ -73,6 +73,12 @@ def test_a_training_script_runs(
     assert re.findall(r"^after (\d+) steps: ", capsys.readouterr().out, re.MULTILINE) == ["0", "2"]
 
 
+def test_the_second_player_may_be_a_past_policy(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_script("two_players.py", monkeypatch, "--steps", "2", "--model", str(model_folder), "--past")
+    assert [step["opponent/version"] for step in recorded("step")] == [0, 0]
+    assert all("role/second/reward" not in step for step in recorded("step"))
+
+
 def play_piles(pile: int, *replies: str) -> tuple[list[tuple[str, str]], dict[str, float]]:
     """Role and last message of each observation, and the rewards."""
     game = module("two_players.py")["TakeAway"]()

@@ -136,11 +136,15 @@ class FlowAgent:
     tools: Toolbox
     modules: Sequence[str] = ("planner",)
     max_turns: int = 8
+    opponents: Sequence[str] = ()  # modules that a past policy plays
 
     def __post_init__(self) -> None:
         for module in self.modules:
             if module not in (*MODULES, "all"):
                 raise unknown("module of agent.train_modules", module, (*MODULES, "all"))
+        for module in self.opponents:
+            if module not in MODULES:
+                raise unknown("module of agent.opponents", module, MODULES)
 
     @property
     def functions(self) -> Mapping[str, Callable[..., Any]]:

@@ -141,7 +141,7 @@ def make_agent(
     if name == "flow":
         from covey.agents.flow import FlowAgent
 
-        return FlowAgent(tools, config.train_modules, config.max_turns)
+        return FlowAgent(tools, config.train_modules, config.max_turns, config.opponents)
     if name == "hf":
         from covey.agents.formats.detect import choose_format
 

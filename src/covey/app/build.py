@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.app.checks import engine_gpus, shares_gpu
 from covey.app.cluster import start_remote
-from covey.app.models import PLANNING, make_engine, make_learner, plan_memory
+from covey.app.models import PLANNING, copy_policy, make_embedded, make_engine, make_learner, plan_memory
 from covey.app.parts import Announces, open_rewards, open_workers, services, with_workers
 from covey.app.prepare import (
     Prepared,
@@ -33,6 +33,7 @@ from covey.workers import WorkerPool
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import
     from covey.rollout.collector import Collector, Refill, TrainingSource
+    from covey.rollout.opponents import Opponents
     from covey.tasks.curriculum import Curriculum
     from covey.telemetry import Telemetry
     from covey.training.checkpoint import Checkpoint
@@ -90,6 +91,7 @@ def _assemble(
         loading = f"starting the processes of the Ray cluster, and {loading}"
     with report_activity(loading, config.logging):
         learner, open_engine = _learner_and_engine(prepared, checkpoint, folder.path, threads, resources)
+    opponent = copy_policy(learner.weights()) if config.agent.opponents else None  # before memory is planned
     if config.cluster.name != "ray":  # else in the learners' processes
         with report_activity(PLANNING, config.logging):
             plan_memory(prepared, learner)
@@ -97,7 +99,11 @@ def _assemble(
     telemetry = open_telemetry(prepared, folder.path, checkpoint)
     telemetry.note(learner.memory_note())
     engine = open_engine(telemetry)
-    collector = make_collector(prepared, engine, rewards)
+    opponents = None
+    if opponent is not None:
+        opponents = _open_opponents(prepared, engine, learner.weights(), opponent, folder.path, checkpoint)
+        telemetry.note(opponents.memory_note())
+    collector = make_collector(prepared, engine, rewards, opponents)
     source = _make_source(prepared, collector)
     first_step = checkpoint.step if checkpoint is not None else 0
     if checkpoint is not None:
@@ -162,7 +168,22 @@ def _learner_and_engine(
     return remote.learner, connect
 
 
-def make_collector(prepared: Prepared, engine: RolloutEngine, rewards: RewardSet) -> Collector:
+def _open_opponents(
+    prepared: Prepared, engine: Any, policy: Any, opponent: Any, path: Path, checkpoint: Checkpoint | None
+) -> Opponents:
+    """`opponent`: a copy of the policy's module."""
+    from covey.rollout.opponents import FOLDER, Opponents, opponent_options
+
+    config, own = prepared.config, make_embedded(prepared, opponent, beside=engine)
+    options = opponent_options(config.agent)
+    opponents = Opponents(config.agent.opponents, options, own, policy, path / FOLDER, seed=config.seed)
+    opponents.restore(None if checkpoint is None else checkpoint.folder)
+    return opponents
+
+
+def make_collector(
+    prepared: Prepared, engine: RolloutEngine, rewards: RewardSet, opponents: Opponents | None = None
+) -> Collector:
     from covey.rollout.collector import Collector
     from covey.rollout.rendering import Renderer
 
@@ -177,6 +198,7 @@ def make_collector(prepared: Prepared, engine: RolloutEngine, rewards: RewardSet
         config.agent.max_seconds,
         max_response_tokens=config.agent.max_response_tokens,
         keep_images=config.agent.keep_images,
+        opponents=opponents,
     )
 
 

@@ -163,6 +163,42 @@ def check_engine(config: Config) -> list[str]:
     return warnings
 
 
+def check_opponents(config: Config, source: ModelSource | None, *, custom: bool) -> None:
+    """Check agent.opponents before anything is loaded. `custom`: the agent is an object."""
+    from covey.rollout.opponents import opponent_options
+
+    agent = config.agent
+    if not agent.opponents:
+        if agent.opponent_options:
+            raise InputError("agent.opponent_options has no effect without agent.opponents\n  name the opponent's role")
+        return
+    opponent_options(agent)
+    if not (custom or agent.name == "flow" or ":" in agent.name):
+        raise InputError(
+            f"agent.opponents={list(agent.opponents)}, but agent={agent.name} has no roles\n"
+            "  an environment or coroutine of your own names them: docs/agents.md#several-roles"
+        )
+    refused = {
+        f"rollout={config.rollout.name}": config.rollout.name != "embedded",
+        f"cluster={config.cluster.name}": config.cluster.name != "local",
+        f"mode={config.mode.name}": config.mode.name != "sync",
+        "vision-language models": source is not None and source.vision is not None,
+    }
+    if used := [name for name, in_use in refused.items() if in_use]:
+        raise InputError(
+            f"agent.opponents does not support {used[0]}\n  past policies play in one process, between updates, with "
+            "the embedded engine: rollout=embedded, mode=sync, cluster=local"
+        )
+    setting, trained = (
+        ("train_modules", agent.train_modules) if agent.name == "flow" else ("train_roles", agent.train_roles)
+    )
+    if both := sorted(set(agent.opponents) & set(trained)):
+        raise InputError(
+            f"agent.{setting} and agent.opponents both name {both[0]}\n"
+            "  what a past policy says is not trained on: remove it from one of them"
+        )
+
+
 def engine_gpus(config: Config) -> tuple[int, ...]:
     """vLLM's GPUs by number; empty on a CPU."""
     import torch

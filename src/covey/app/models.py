@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import tempfile
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from covey.learner.pass_memory import Demand
     from covey.models.loading import ModelSource
     from covey.protocols import Algorithm
+    from covey.rollout.embedded import EmbeddedEngine
     from covey.training.checkpoint import Checkpoint
 
 
@@ -101,7 +103,7 @@ def _check_states(prepared: BuildSpec, model: ModelConfig, plan: LearnerConfig, 
         plan,
         weights=weights,
         trained=trained_count(source, model) + (weights if critic else 0),
-        copies=1 + reference + critic,
+        copies=1 + reference + critic + (bool(prepared.config.agent.opponents) and not adapter),
         itemsize=pick_dtype(model.dtype, device).itemsize,
         memory=torch.cuda.get_device_properties(device).total_memory,
     )
@@ -137,7 +139,11 @@ def _demand(prepared: BuildSpec, policy: Any) -> Demand:
         return dataclasses.replace(demand, engine_share=config.rollout.memory if awake else 0.0)
     sequences = max(config.rollout.max_sequences, _episodes_in_progress(config))
     size = cache_bytes_per_token(policy) * demand.longest * sequences
-    return dataclasses.replace(demand, cache_share=config.rollout.memory, cache_bytes=size)
+    demand = dataclasses.replace(demand, cache_share=config.rollout.memory, cache_bytes=size)
+    if not config.agent.opponents:
+        return demand
+    copied = sum(p.nbytes for p in policy.parameters() if p.requires_grad)
+    return dataclasses.replace(demand, cache_bytes=2 * size, copied=copied)
 
 
 def on_rank(prepared: BuildSpec, ranks: Ranks) -> tuple[ModelConfig, LearnerConfig]:
@@ -214,13 +220,18 @@ def make_engine(
 ) -> RolloutEngine:
     """The engine for a loaded policy: embedded in this process, or vLLM in its own. `log` is the file of vLLM's output.
     `shared`: vLLM is on the learner's GPU; None: as the settings say."""
+    if prepared.config.rollout.name == "vllm":
+        return _make_vllm(prepared, policy, log or Path(tempfile.mkdtemp(prefix="covey-")) / "vllm.log", shared)
+    return make_embedded(prepared, policy)
+
+
+def make_embedded(prepared: BuildSpec, policy: Any, *, beside: EmbeddedEngine | None = None) -> EmbeddedEngine:
+    """`beside`: another engine of this run, with whose steps those of this one alternate."""
     from covey.rollout.embedded import EmbeddedEngine
 
     source = prepared.model
     assert source is not None
-    rollout = prepared.config.rollout
-    if rollout.name == "vllm":
-        return _make_vllm(prepared, policy, log or Path(tempfile.mkdtemp(prefix="covey-")) / "vllm.log", shared)
+    rollout, engines = prepared.config.rollout, 2 if prepared.config.agent.opponents else 1
     return EmbeddedEngine(
         policy,
         eos_ids=source.eos_ids(),
@@ -228,11 +239,18 @@ def make_engine(
         max_sequences=rollout.max_sequences,
         kept_sequences=_episodes_in_progress(prepared.config),
         context_length=prepared.config.model.context_length or source.context_length,
-        memory=rollout.memory,
+        memory=rollout.memory / engines,
         eager=rollout.eager or prepared.config.model.quantization is not None,  # its kernels are not captured
         drains=prepared.config.mode.update == "drain",
         vision=source.vision,
+        thread=None if beside is None else beside.thread,
     )
+
+
+def copy_policy(policy: Any) -> Any:
+    """A copy of the module with its own trained weights. Frozen ones, such as the base of an adapter, are shared."""
+    shared = {id(weight): weight for weight in policy.parameters() if not weight.requires_grad}
+    return copy.deepcopy(policy, shared)
 
 
 def _episodes_in_progress(config: Config) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from covey.app.checks import (
     check_algorithm,
     check_engine,
+    check_opponents,
     check_prompts,
     check_reference,
     check_sizes,
@@ -178,6 +179,8 @@ def prepare(
         use_template(source.tokenizer, config.agent.template)
     check_vision(config, source, [(task.where, task.messages) for task in (*task_set.train, *task_set.validation)])
     player = find_agent(config, toolbox, source, environment, agent)
+    if training:
+        check_opponents(config, source, custom=agent is not None)
     task_reward = getattr(player, "reward", None) or task_set.reward  # environments have a reward of their own
     rewards = find_rewards(config, reward, task_reward, sandbox)
     hide_reward_columns(player, rewards)

@@ -63,6 +63,8 @@ NOT_IN_FINGERPRINT = (
 # with this value, so `resume=auto` finds those runs.
 ADDED: Mapping[str, Any] = {
     "agent.keep_images": None,
+    "agent.opponent_options": {},
+    "agent.opponents": [],
     "agent.train_roles": [],
     "algorithm.reject_level": "auto",
     "algorithm.turn_gamma": 1.0,

@@ -72,8 +72,8 @@ UNSUPPORTED = (
     Unsupported(
         "agent.opponent",
         is_not("none", "null"),
-        "self-play against past checkpoints",
-        "the current policy plays all roles; agent.train_roles selects those that learn",
+        "an opponent by name",
+        "agent.opponents=[ROLE] lets past policies of the run play a role",
     ),
     Unsupported(
         "ref_model_mixup_alpha",

@@ -140,6 +140,8 @@ class AgentConfig:
     tool_seconds: Seconds = 10.0  # timeout of one tool call, unless the tool sets its own
     train_modules: list[str] = field(default_factory=lambda: ["planner"])  # agent=flow: modules to train
     train_roles: list[str] = field(default_factory=list)  # roles of an environment to train on; []: all
+    opponents: list[str] = field(default_factory=list)  # roles that a past policy of the run plays: docs/agents.md
+    opponent_options: dict[str, Any] = field(default_factory=dict)  # every, keep, draw: docs/agents.md
     template: str | None = None  # qwen2.5, qwen2.5-vl, none (plain text), or a Jinja file; null: the model's own
     environment: str | None = None  # of verifiers, gymnasium, openenv, harbor: an id, address or folder
     environment_options: dict[str, Any] = field(default_factory=dict)  # its options: docs/environments.md

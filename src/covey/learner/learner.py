@@ -249,6 +249,7 @@ class Learner:
         optimizers = [self.optimizer, *(self.critic.optimizers.values() if self.critic is not None else ())]
         others = dict.fromkeys(other for other in (self.reference, self.teacher) if other and not other.adapter)
         total, states = device_memory(self.device, [*models, *(other.model for other in others)], optimizers)
+        states += 0 if gpu else int(demand.copied)  # a GPU holds it already
         common: dict[str, Any] = {"gpu": gpu, "tensor_parallel": self.config.tensor_parallel, "gathered": self.sharded}
         memory = PassMemory(
             tuple(PassShapes.of(model, demand, **common) for model in models),

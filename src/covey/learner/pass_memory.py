@@ -63,6 +63,7 @@ class Demand:
     cache_share: float = 0.0  # of free memory that the engine's cache may take
     cache_bytes: float = 0.0  # that it takes at most
     engine_share: float = 0.0  # of the whole GPU that another process takes
+    copied: float = 0.0  # bytes of a copy of the policy for the engine
 
     @property
     def longest(self) -> int:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from covey.errors import EpisodeError, InputError, RunFailed, describe_error
 from covey.protocols import Agent, Curriculum, Reward, RolloutEngine
@@ -21,6 +21,11 @@ from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer
 from covey.rollout.roles import names_roles, split_roles
 from covey.types import Collected, Episode, Failure, Group, Prompt, RewardTable, Sampling, StopReason, Task
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from covey.rollout.opponents import Opponents
 
 TaskBatch = Callable[[int], Sequence[Task]]
 FreshTasks = Callable[[int, int, int, Collection[str]], Sequence[Task]]  # step, round, count, ids tried already
@@ -38,6 +43,7 @@ class Collector:
     max_seconds: float
     max_response_tokens: int | None = None
     keep_images: int | None = None
+    opponents: Opponents | None = None  # past policies that play some roles
 
     async def groups(
         self,
@@ -95,6 +101,7 @@ class Collector:
             first_prompts=first_prompts,
             max_response_tokens=self.max_response_tokens,
             keep_images=self.keep_images,
+            opponents=self.opponents,
         )
         started, cause = time.monotonic(), "agent"
         try:
@@ -190,7 +197,8 @@ class TrainingSource:
     async def next(self) -> Collected:
         """Groups with a learning signal. Failed episodes are removed from their group, and groups that become too small
         are dropped. With `refill`, zero-variance groups are set aside and replaced."""
-        tasks = self.batch(self.step)
+        tasks, opponents = self.batch(self.step), self.collector.opponents
+        opponent = {} if opponents is None else await opponents.use(self.step)
         raw = await self._collect(tasks, ("train", self.step))
         target, rounds = len(tasks), 0
         while self.refill is not None and rounds < self.refill.rounds:
@@ -200,7 +208,7 @@ class TrainingSource:
                 break
             rounds += 1
             raw += await self._collect(fresh, ("train", self.step, "refill", rounds))
-        return self._collected(raw, target, rounds)
+        return replace(self._collected(raw, target, rounds), opponent=opponent)
 
     def _collected(self, raw: Sequence[Group], target: int, refills: int) -> Collected:
         """Sort the sampled groups, and count failures and cut-off episodes."""
@@ -252,9 +260,17 @@ class TrainingSource:
 
     def policy_updated(self, version: int) -> None:
         self.step = version
+        if self.collector.opponents is not None:
+            self.collector.opponents.policy_updated(version)
 
     def close(self) -> None:
-        """Does nothing: a synchronous source samples nothing between two steps."""
+        if self.collector.opponents is not None:
+            self.collector.opponents.close()
+
+    def save(self, checkpoint: Path) -> None:
+        """Add files to the folder of a checkpoint: those of past policies."""
+        if self.collector.opponents is not None:
+            self.collector.opponents.save(checkpoint)
 
     def state(self) -> dict[str, Any]:
         """The state to checkpoint: only a curriculum keeps something from one step to the next."""

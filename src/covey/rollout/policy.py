@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from covey.errors import EpisodeError, InputError
 from covey.images import has_images, keep_last, with_images
@@ -23,6 +23,9 @@ from covey.protocols import NoRoom, Reply, RolloutEngine, check_turn_reward
 from covey.rollout.rendering import CONTEXT_USED_UP, PastReply, Renderer, Tools
 from covey.streams import stream_seed
 from covey.types import Completion, ImageSpan, Messages, Prompt, Sampling, StopReason, Turn
+
+if TYPE_CHECKING:
+    from covey.rollout.opponents import Opponents
 
 CONTEXT = "model.context_length"
 LONGEST_STATE = 80  # characters of a state that are kept as they are; the rest becomes a hash
@@ -57,9 +60,11 @@ class EpisodePolicy:
         first_prompts: dict[str, Prompt] | None = None,
         max_response_tokens: int | None = None,
         keep_images: int | None = None,
+        opponents: Opponents | None = None,
     ) -> None:
         """`first_prompts`: prompts rendered by other attempts; all attempts at a task start with the same.
-        `keep_images`: only the last images of a conversation are shown."""
+        `keep_images`: only the last images of a conversation are shown. `opponents`: past policies that play some
+        roles."""
         self.engine = engine
         self.renderer = renderer
         self.sampling = sampling
@@ -68,6 +73,7 @@ class EpisodePolicy:
         self.first_prompts = {} if first_prompts is None else first_prompts
         self.max_response_tokens = max_response_tokens
         self.keep_images = keep_images
+        self.opponents = opponents
         self._turns: dict[int, Turn] = {}
         self._reserved: dict[int, int] = {}  # token limits of the replies in progress
         self._replies: list[PastReply] = []
@@ -157,12 +163,15 @@ class EpisodePolicy:
             temperature=self.sampling.temperature if temperature is None else temperature,
             top_p=self.sampling.top_p if top_p is None else top_p,
         )
+        engine = self.engine
+        if self.opponents is not None and role in self.opponents.roles:
+            engine, trained = self.opponents.engine, False
         self._started += 1
         self._reserved[number] = limit
         try:
             with self.waiting():
                 # Only some engines take images.
-                done = await self.engine.generate(token_ids, sampling, *((images,) if images else ()))
+                done = await engine.generate(token_ids, sampling, *((images,) if images else ()))
         finally:
             del self._reserved[number]
         if not all(map(math.isfinite, done.logprobs)):

@@ -5,6 +5,7 @@
         optimizer.safetensors    optimiser state (learner/saving.py); one file per rank if weights are sharded
         critic.safetensors       weights and optimiser state of the critic, if there is one
         state.json               step, counters, algorithm state, offsets of the run's files
+        opponents/               past policies that play roles (agent.opponents)
         manifest.json            sha256 of every file
 
 A checkpoint is written to a temporary folder, synced and renamed. Non-finite weights are refused (learner/saving.py). A
@@ -59,22 +60,39 @@ class CheckpointStore:
         self.keep_last = keep_last
         self.keep_best = keep_best
 
-    def save(self, step: int, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> Checkpoint:
-        """`state` must be JSON. Its "best" names the best step so far, which is never deleted."""
+    def save(
+        self,
+        step: int,
+        learner: Learner,
+        tokenizer: Any,
+        state: dict[str, Any],
+        *,
+        more: Callable[[Path], None] | None = None,
+    ) -> Checkpoint:
+        """`state` must be JSON. Its "best" names the best step so far, which is never deleted. `more` adds files."""
         final = self.folder / f"step-{step:06d}"
         before = step_folders(self.folder)
         with writing(final, needs=size_of_tree(before[-1]) if before else None):
-            full = self._write(final, learner, tokenizer, state | {"step": step})
+            full = self._write(final, learner, tokenizer, state | {"step": step}, more)
         self.delete_old(step, state.get("best"))
         trim_freed_memory()
         return Checkpoint(final, full)
 
-    def _write(self, final: Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    def _write(
+        self,
+        final: Path,
+        learner: Learner,
+        tokenizer: Any,
+        state: dict[str, Any],
+        more: Callable[[Path], None] | None,
+    ) -> dict[str, Any]:
         self.folder.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(dir=self.folder, prefix=".writing-"))
         try:
             learner.save(work)
             tokenizer.save_pretrained(work / "model")
+            if more is not None:
+                more(work)
             full = state | {"learner": learner.counters()}
             (work / STATE).write_text(json.dumps(full, indent=1))
             if (config := self.folder.parent / CONFIG).is_file():

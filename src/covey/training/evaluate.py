@@ -43,6 +43,9 @@ class Evaluator:
         metrics: Metrics = {}
         shown: Episode | None = None
         answers: dict[str, list[Episode]] = {}
+        trained_roles: set[str] = set()  # with opponents, whose rewards are not the policy's
+        if (opponents := self.collector.opponents) is not None:
+            await opponents.use_first()
         for mode in self.config.modes:
             episodes = answers[mode] = await self.answers(mode)
             done = [e for e in episodes if e.failure is None]
@@ -56,9 +59,12 @@ class Evaluator:
                 )
             metrics |= self._summary(mode, done, len(episodes))
             shown = shown or done[0]
+            if opponents is not None:
+                trained_roles |= {role for e in done for role in e.roles} - opponents.roles
         first = f"eval/{self.config.modes[0]}/{self.trained_reward}" if self.config.modes else ""
         if first in metrics:
-            metrics["eval/accuracy"] = metrics[first]
+            own = [metrics[f"{first}/{role}"] for role in trained_roles if f"{first}/{role}" in metrics]
+            metrics["eval/accuracy"] = sum(own) / len(own) if own else metrics[first]
         return Evaluation(metrics, shown, answers)
 
     async def answers(self, mode: str) -> list[Episode]:

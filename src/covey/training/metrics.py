@@ -55,7 +55,7 @@ def step_metrics(result: StepResult) -> Metrics:
     for role in dict.fromkeys(role for _, role in samples.roles):
         own_N = torch.tensor([other == role for _, other in samples.roles])
         metrics |= {f"role/{role}/reward": float(reward[own_N].mean()), f"role/{role}/episodes": float(own_N.sum())}
-    metrics |= collected.curriculum
+    metrics |= {**collected.curriculum, **collected.opponent}
     if collected.reused:
         metrics["groups/reused"] = float(collected.reused)
     if collected.zero_variance:

@@ -83,6 +83,10 @@ class Run:
                 "agent.max_turns": self.config.agent.max_turns,
             },
             group_of_one=self.config.rollout.group_size == 1,
+            roles={
+                "agent.train_roles": self.config.agent.train_roles,
+                "agent.opponents": self.config.agent.opponents,
+            },
         )
 
     @property
@@ -364,7 +368,7 @@ class Run:
             "source": self.source.state(),
         }
         self._saved = done
-        return self.checkpoints.save(done, self.learner, self.tokenizer, state)
+        return self.checkpoints.save(done, self.learner, self.tokenizer, state, more=self.source.save)
 
     def _show_progress(self, total: int, what: str) -> None:
         """Count answers on the console while they are sampled."""

@@ -99,6 +99,7 @@ class StepWarnings:
     total_steps: int
     limits: Mapping[str, object]  # values of the settings in `covey.types.CUT_BY`
     group_of_one: bool = False  # one attempt per task: attempts at different tasks are compared
+    roles: Mapping[str, Sequence[str]] = field(default_factory=dict)  # that settings name, by setting
     _warned: set[str] = field(default_factory=set)
     _steps_without_signal: int = 0  # among the first steps
     _recent: deque[Collected] = field(default_factory=lambda: deque(maxlen=FIRST))
@@ -112,6 +113,7 @@ class StepWarnings:
         for cause in collected.failures:
             self._warn_once(cause, f"episodes are failing ({cause}), the first: {collected.examples[cause]}")
         self._check_tools(episodes)
+        self._check_roles([*episodes, *(e for group in collected.zero_variance for e in group.episodes)])
 
     def _warn_once(self, subject: str, text: str) -> None:
         if subject not in self._warned:
@@ -129,6 +131,16 @@ class StepWarnings:
                     f"tool {use.tool}",
                     f"tool {use.tool} raised in {raised} of {calls[use.tool]} calls, the first: {use.detail}\n"
                     "  the model is shown the error and goes on",
+                )
+
+    def _check_roles(self, episodes: Sequence[Episode]) -> None:
+        """A misspelt role would leave a run without what its setting asks for."""
+        seen = list(dict.fromkeys(turn.role for episode in episodes for turn in episode.turns if turn.role is not None))
+        for setting, roles in self.roles.items():
+            for role in (role for role in roles if role not in seen):
+                found = f"the turns have the roles {', '.join(seen)}" if seen else "no turn has a role"
+                self._warn_once(
+                    f"{setting} {role}", f"{setting} names the role {role}, which was not seen so far: {found}"
                 )
 
     def _check_cut(self) -> None:

@@ -51,13 +51,15 @@ class EmbeddedEngine:
         paged: bool | None = None,
         drains: bool = False,
         vision: VisionProcessor | None = None,
+        thread: ThreadPoolExecutor | None = None,
     ) -> None:
         """`kept_sequences`: episodes in progress, for whose tokens a GPU's cache has room, memory permitting.
         `context_length`: the most tokens of a prompt and its completion. `memory`: share of a GPU's free memory for
         the cache. `eager`: no captured graphs on a GPU. `compiled`: compile the layers in the graphs. `paged`: use the
         paged cache; None: on a GPU. `drains`: `pause` waits for the requests in progress, so that no completion
         continues with other weights. `vision`: prepares the images of a model that sees them. Such a model decodes
-        without captured graphs, in which a token's position is its index."""
+        without captured graphs, in which a token's position is its index. `thread`: of another engine, whose steps
+        then alternate with this one's; that engine ends it."""
         self.model = model
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
@@ -83,7 +85,8 @@ class EmbeddedEngine:
         self._awake = asyncio.Event()
         self._awake.set()
         # One thread: the event loop continues while torch computes, and torch keeps a single pool of workers.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="covey-engine")
+        self.thread = thread or ThreadPoolExecutor(1, thread_name_prefix="covey-engine")
+        self._owns_thread = thread is None
 
     def _empty_batch(self) -> PagedBatch | RowBatch:
         model, rows, longest = self.model, self.max_sequences, self.context_length
@@ -146,7 +149,7 @@ class EmbeddedEngine:
             if self._features is not None:
                 self._features.flush()
 
-        await asyncio.get_running_loop().run_in_executor(self._thread, set_version)
+        await asyncio.get_running_loop().run_in_executor(self.thread, set_version)
 
     async def pause(self) -> None:
         """Stop after the current step. Requests in progress continue after `resume`."""
@@ -154,7 +157,7 @@ class EmbeddedEngine:
         if self.drains and (in_progress := [f for r, f in self._futures.items() if r not in self._arrived]):
             await asyncio.wait(in_progress)
         # After the last step, so that the tokens it launched are read before weights change.
-        for request in await asyncio.get_running_loop().run_in_executor(self._thread, self._drain):
+        for request in await asyncio.get_running_loop().run_in_executor(self.thread, self._drain):
             self._deliver(request)
 
     async def resume(self) -> None:
@@ -163,7 +166,8 @@ class EmbeddedEngine:
     def close(self) -> None:
         """Stop at the next token. Requests in progress never finish."""
         self._closing = True
-        self._thread.shutdown(wait=True)
+        if self._owns_thread:
+            self.thread.shutdown(wait=True)
 
     async def _run(self) -> None:
         """Run steps until there is nothing to do. An exception in a step fails all requests."""
@@ -176,7 +180,7 @@ class EmbeddedEngine:
                 self._queue = deque(request for request in (*self._queue, *self._arrived) if not request.cancelled)
                 self._arrived.clear()
             try:
-                done = await loop.run_in_executor(self._thread, self._step)
+                done = await loop.run_in_executor(self.thread, self._step)
             except Exception as error:
                 self._fail(error)
                 continue
