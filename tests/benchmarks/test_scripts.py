@@ -223,7 +223,7 @@ def results_here(module: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "RESULTS", Path("results"))
 
 
-def records_here(module: Any, patch: pytest.MonkeyPatch) -> None:
+def study_records_here(module: Any, patch: pytest.MonkeyPatch) -> None:
     """Records and the page of this checkout stay as they are."""
     page = Path("results.md")
     page.write_text("".join(f"<!-- study-{name}: begin --><!-- study-{name}: end -->\n" for name in STUDIES))
@@ -262,7 +262,7 @@ SMALLER: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "gvpo_optimum": few_steps,
     "pack": nothing_installed,
     "publish": a_page_of_its_own,
-    "publish_studies": records_here,
+    "publish_studies": study_records_here,
     "regime": short_tools,
     "simulate": quick_tools,
     "self_play": few_steps,

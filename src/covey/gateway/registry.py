@@ -222,7 +222,7 @@ def _require_same(name: str, requested: float | None, setting: float) -> None:
 
 def _with_text(message: Mapping[str, Any]) -> Message:
     """A message whose content is a string, as rewards expect it, or a list with images."""
-    content = message.get("content") or ""
+    content: Any = message.get("content") or ""
     if has_images(content):
         content = [{**part, "image": load(part["image"])} if is_image(part) else part for part in content]
     return {**message, "content": content}
