@@ -288,7 +288,7 @@ def report(chosen: Any, todo: dict[str, Any], here: Any, versions: Any, rows: li
     shown = [row for row in rows if row["side"] in SIDES]
     ours = [row for row in rows if row["side"] == "covey"]
     return Result(
-        name="regime",
+        name="regime" if "vllm" in chosen.sides else "regime-covey",
         device=here["device"],
         versions=merged(versions),
         header=HEADER,

@@ -313,21 +313,34 @@ def measures(case: str, runs: Sequence[dict[str, Any]]) -> list[Measure]:
     ]
 
 
+def trl_note(chosen: Any, case: dict[str, Any]) -> str:
+    if "trl" not in chosen.sides:
+        return ""
+    return f"; TRL in micro-batches of {' or '.join(map(str, chosen.trl_micro_batch)) or case['micro_batch']}"
+
+
+def record_name(chosen: Any) -> str:
+    parts = ["step"]
+    parts += ["real"] if chosen.folder else []
+    parts += ["threads", str(chosen.threads)] if chosen.threads else []
+    parts += ["covey"] if "trl" not in chosen.sides else []
+    return "-".join(parts)
+
+
 def report(
     chosen: Any, here: Any, versions: Any, rows: list[dict[str, Any]], todo: list[dict[str, Any]], raw: dict[str, Any]
 ) -> Result:
-    size = " or ".join(map(str, chosen.trl_micro_batch))
     loads = dict.fromkeys(
         f"{c['name'].split(',')[0]}: {len(c['prompts'])} prompts × {c['group']} answers of up to {c['max_tokens']} "
-        f"tokens, {c['dtype']}; TRL in micro-batches of {size or c['micro_batch']}"
+        f"tokens, {c['dtype']}{trl_note(chosen, c)}"
         for c in todo
     )
-    told = [NOTES["bfloat16"]] if todo[0]["dtype"] == "bfloat16" else []
+    told = [NOTES["bfloat16"]] if todo[0]["dtype"] == "bfloat16" and "trl" in chosen.sides else []
     told += [NOTES["natural"]] if any(not case["fixed"] for case in todo) else []
     told += [NOTES["threads"]] if chosen.threads == 1 else []
     told += [NOTES["cpu"]] if chosen.device == "cpu" else []
     return Result(
-        name="step-real" if chosen.folder else f"step-threads-{chosen.threads}" if chosen.threads else "step",
+        name=record_name(chosen),
         device=here["device"],
         versions=merged(versions),
         header=HEADER,
