@@ -19,8 +19,8 @@ from covey.agents.gui.agent import find_chromium
 from covey.config.schema import DataConfig
 from covey.tasks import load_tasks
 
-VIEWPORT = (160, 128)  # pixels of a page; the model sees 16 × 16 pixels as one token
-PATCH = 16
+VIEWPORT = (112, 96)  # pixels of a page; the model sees 16 × 16 pixels as one token
+PATCH = 8  # four of them are one token
 MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}"
@@ -30,42 +30,43 @@ TEMPLATE = (
 )
 INSTRUCTIONS = FORMATS["thought_action"].instructions(VIEWPORT)  # the system message of agent=gui
 CLICK, END = "Action: click(start_box='(", ")')"
-OPTIONS = {"kinds": ["colour"], "varied": True, "viewport": list(VIEWPORT), "max_turns": 1}
-CENTRE = """selector => { const r = document.querySelector(selector).getBoundingClientRect();
-    return [r.x + r.width / 2, r.y + r.height / 2] }"""
+OPTIONS = {"kinds": ["colour"], "buttons": 4, "varied": True, "viewport": list(VIEWPORT), "max_turns": 1}
+BOX = """selector => { const r = document.querySelector(selector).getBoundingClientRect();
+    return [r.left, r.top, r.right, r.bottom] }"""
 NAMES = "all => all.map(button => button.textContent || button.ariaLabel).join(' ')"
 
 
-def write_demonstrations(folder, count, held_out, seed):
-    """Conversations of a perfect player, with the screenshots it saw: demos.jsonl for training, val.jsonl."""
+def write_data(folder, counts, seed):
+    """Screenshots of pages: demos.jsonl with what a perfect player says; train.jsonl and val.jsonl, tasks with the box
+    that must be clicked. val.jsonl has held-out layouts."""
     from playwright.sync_api import sync_playwright
 
     (folder / "screens").mkdir(parents=True, exist_ok=True)
-    data = DataConfig(name="gui_pages", options=OPTIONS, train_size=count, val_size=held_out)
-    tasks = load_tasks(data, seed)
+    demos, train, val = counts
+    tasks = load_tasks(DataConfig(name="gui_pages", options=OPTIONS, train_size=demos + train, val_size=val), seed)
+    parts = {"demos": tasks.train[:demos], "train": tasks.train[demos:], "val": tasks.validation}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_chromium(None), chromium_sandbox=False)
         page = browser.new_page(viewport={"width": VIEWPORT[0], "height": VIEWPORT[1]})
-        for name, part in (("demos", tasks.train), ("val", tasks.validation)):
-            lines = [demonstration(page, task, folder, f"{name}-{n}") for n, task in enumerate(part)]
+        for name, part in parts.items():
+            lines = [row(page, task, folder, f"{name}-{n}", demo=name == "demos") for n, task in enumerate(part)]
             (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
         browser.close()
 
 
-def demonstration(page, task, folder, name):
+def row(page, task, folder, name, *, demo):
     page.set_content(task.columns["html"])
-    messages = [{"role": "system", "content": INSTRUCTIONS}]
-    parts = [{"type": "text", "text": task.messages[-1]["content"]}]
-    for number, step in enumerate(task.columns["solution"]):
-        shot = f"screens/{name}-{number}.png"
-        page.screenshot(path=folder / shot)
-        messages.append({"role": "user", "content": [*parts, {"type": "image", "image": shot}]})
-        parts = []
-        seen = page.eval_on_selector_all("button", NAMES)
-        x, y = map(int, page.evaluate(CENTRE, step["selector"]))
-        messages.append({"role": "assistant", "content": f"Thought: {seen}\n{CLICK}{x},{y}{END}"})
-        page.mouse.click(x, y)
-    return {"messages": messages}
+    shot = f"screens/{name}.png"
+    page.screenshot(path=folder / shot)
+    (step,) = task.columns["solution"]
+    left, top, right, bottom = page.evaluate(BOX, step["selector"])
+    asked = {"type": "text", "text": task.messages[-1]["content"]}
+    user = {"role": "user", "content": [asked, {"type": "image", "image": shot}]}
+    if not demo:
+        return {"messages": [user], "bbox": [left, top, right, bottom]}
+    said = f"Thought: {page.eval_on_selector_all('button', NAMES)}\n"
+    said += f"{CLICK}{int((left + right) / 2)},{int((top + bottom) / 2)}{END}"
+    return {"messages": [{"role": "system", "content": INSTRUCTIONS}, user, {"role": "assistant", "content": said}]}
 
 
 def write_tokenizer(folder, texts):
@@ -100,9 +101,9 @@ def write_model(folder, texts, seed):
     text |= {"num_key_value_heads": 4, "head_dim": 24, "vocab_size": len(tokenizer), "rope_parameters": rope}
     text |= {"max_position_embeddings": 1024, "bos_token_id": None, "initializer_range": 0.1}
     text |= {"eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|im_end|>"]}
-    vision = {"depth": 2, "hidden_size": 96, "num_heads": 4, "intermediate_size": 192, "out_hidden_size": 96}
-    vision |= {"patch_size": PATCH, "spatial_merge_size": 1, "temporal_patch_size": 1}
-    vision |= {"initializer_range": 0.1, "num_position_embeddings": 100, "deepstack_visual_indexes": [0]}
+    vision = {"depth": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128, "out_hidden_size": 96}
+    vision |= {"patch_size": PATCH, "spatial_merge_size": 2, "temporal_patch_size": 1}
+    vision |= {"initializer_range": 0.1, "num_position_embeddings": 196, "deepstack_visual_indexes": [0]}
     config = Qwen3VLConfig(
         text_config=text,
         vision_config=vision,
@@ -113,10 +114,12 @@ def write_model(folder, texts, seed):
     )
     torch.manual_seed(seed)
     model = Qwen3VLForConditionalGeneration(config)
+    # The sum over a patch is far larger than the usual start of position embeddings: places would hardly be seen.
+    torch.nn.init.normal_(model.model.visual.pos_embed.weight, std=1.0)
     model.save_pretrained(folder)
     pixels = VIEWPORT[0] * VIEWPORT[1]
     size = {"shortest_edge": pixels, "longest_edge": pixels}
-    Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=1, temporal_patch_size=1, size=size).save_pretrained(folder)
+    Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, temporal_patch_size=1, size=size).save_pretrained(folder)
     return sum(weight.numel() for weight in model.parameters())
 
 
@@ -133,10 +136,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("pages"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--demos", type=int, default=2000, help="demonstrations for covey sft")
-    parser.add_argument("--val", type=int, default=100, help="held-out demonstrations")
+    parser.add_argument("--demos", type=int, default=4000, help="demonstrations for covey sft")
+    parser.add_argument("--train", type=int, default=1000, help="screenshots for covey train")
+    parser.add_argument("--val", type=int, default=200, help="held-out screenshots")
     args = parser.parse_args()
 
-    write_demonstrations(args.folder, args.demos, args.val, args.seed)
+    write_data(args.folder, (args.demos, args.train, args.val), args.seed)
     weights = write_model(args.folder / "model", texts_of(args.folder / "demos.jsonl"), args.seed)
-    print(f"{args.folder}: {args.demos} demonstrations, {weights:,} weights")
+    print(f"{args.folder}: {args.demos} demonstrations, {args.train} + {args.val} tasks, {weights:,} weights")

@@ -8,7 +8,7 @@ from covey.agents.gui.agent import page_task
 from covey.config.schema import DataConfig
 from covey.errors import InputError
 from covey.tasks import TaskSet, load_tasks
-from covey.tasks.gui_pages import HELD_OUT, KINDS, LAYOUTS
+from covey.tasks.gui_pages import HELD_OUT, KINDS, LAYOUTS, THINGS
 
 
 def pages(seed: int = 0, **options: object) -> TaskSet:
@@ -41,3 +41,35 @@ def test_the_kinds_can_be_chosen() -> None:
     assert {task.columns["kind"] for task in tasks.train} == {"menu", "date"}
     with pytest.raises(InputError, match="did you mean   slider"):
         pages(kinds=["slidr"])
+
+
+def test_small_pages_with_few_buttons_and_layouts_of_their_own() -> None:
+    tasks = pages(kinds=["colour"], buttons=3, viewport=[112, 96], max_turns=2, varied=True)
+    seen = {split: {task.columns["layout"] for task in getattr(tasks, split)} for split in ("train", "validation")}
+    assert len(seen["train"]) > 100 and not seen["train"] & seen["validation"]
+    for task in (*tasks.train, *tasks.validation):
+        columns = page_task(task)
+        assert columns is not None and columns.html is not None
+        assert columns.viewport == (112, 96) and columns.max_turns == 2 and columns.html.count("<button") == 3
+        assert task.columns["layout"] in columns.html
+
+
+def test_few_words_are_used() -> None:
+    tasks = pages(kinds=["list", "menu"], words=9)
+    html = "".join(str(task.columns["html"]) for task in tasks.train)
+    assert THINGS[8] in html and not any(f">{word}<" in html for word in THINGS[9:])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"words": 3}, "data.options.words must be a whole number from 9"),
+        ({"buttons": 1}, "data.options.buttons"),
+        ({"viewport": [20, 100]}, "data.options.viewport"),
+        ({"viewport": [100]}, "width, height"),
+        ({"max_turns": 0}, "data.options.max_turns"),
+    ],
+)
+def test_options_that_no_page_can_have(options: dict[str, object], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        pages(**options)

@@ -33,6 +33,7 @@ class LongestRow(NamedTuple):
     answer: int
     setting: str = "rollout.max_tokens"  # that bounds it
     sampled: bool = True  # by an engine
+    images: int | None = None  # tokens of images; None: at most those of the prompt
 
 
 class BuildSpec(Protocol):
@@ -130,6 +131,7 @@ def _demand(prepared: BuildSpec, policy: Any) -> Demand:
         config.model.gradient_checkpointing,
         sampled=row.sampled,
         refuse=True,
+        images=row.images,
     )
     ray = config.cluster.name == "ray"
     if not row.sampled or (ray and config.cluster.rollout_devices is not None):

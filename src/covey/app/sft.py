@@ -64,7 +64,8 @@ class PreparedSft:
     @property
     def longest_row(self) -> LongestRow:
         lengths = (len(turn.prompt_ids) + len(turn.completion_ids) for each in self.train for turn in each.turns)
-        return LongestRow(0, max(lengths), "model.context_length", sampled=False)
+        images = max(sum(span.length for span in turn.images) for each in self.train for turn in each.turns)
+        return LongestRow(0, max(lengths), "model.context_length", sampled=False, images=images)
 
     def info(self, path: Path, first_step: int) -> RunInfo:
         logging = self.config.logging

@@ -46,6 +46,7 @@ from covey.learner.pass_memory import CPU_TARGET, Demand, PassMemory, PassPlan, 
 from covey.learner.routing import RoutingReplay, replaying
 from covey.learner.saving import check_finite, load_state, load_tensors, save_model, save_state, save_tensors
 from covey.learner.token_scores import TeacherInput, TokenQuery, score_tokens
+from covey.learner.tower_memory import tower_shapes
 from covey.models.loading import Reference, set_checkpointing
 from covey.models.products import fast_linears
 from covey.models.quantization import is_quantized
@@ -252,7 +253,10 @@ class Learner:
         states += 0 if gpu else int(demand.copied)  # a GPU holds it already
         common: dict[str, Any] = {"gpu": gpu, "tensor_parallel": self.config.tensor_parallel, "gathered": self.sharded}
         memory = PassMemory(
-            tuple(PassShapes.of(model, demand, **common) for model in models),
+            (
+                *(PassShapes.of(model, demand, **common) for model in models),
+                *filter(None, (tower_shapes(model, demand) for model in models)),
+            ),
             demand,
             total=self.ranks.min(total),
             states=-self.ranks.min(-states),

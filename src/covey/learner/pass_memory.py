@@ -21,6 +21,7 @@ chunks. The first that holds the longest expected row is used, with as many toke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,6 +65,7 @@ class Demand:
     cache_bytes: float = 0.0  # that it takes at most
     engine_share: float = 0.0  # of the whole GPU that another process takes
     copied: float = 0.0  # bytes of a copy of the policy for the engine
+    images: int | None = None  # tokens of images in the longest row; None: at most those of the prompt
 
     @property
     def longest(self) -> int:
@@ -101,6 +103,7 @@ class PassShapes:
     prompt: int = 0  # tokens of the longest prompt
     fixed: int = 0  # bytes of weights that a pass gathers, or dequantises
     scale: float = 1.0  # of what layers keep: measured / predicted
+    per_token: float | None = None  # of a vision tower: patches for each token of a pass
 
     @classmethod
     def of(
@@ -167,8 +170,13 @@ class PassShapes:
             attention += size * self.heads * longest
         return self.scale * (norms + inputs + attention + size * 3 * self.inner + self.copies)
 
+    def _rows(self, tokens: int) -> int:
+        """Rows of activations in a pass over `tokens`."""
+        return tokens if self.per_token is None else math.ceil(tokens * self.per_token)
+
     def held(self, tokens: int, longest: int, *, checkpointing: bool) -> float:
         """Activations that a forward pass leaves for the backward pass."""
+        tokens = self._rows(tokens)
         layer = self.hidden * self.itemsize if checkpointing else self.layer_bytes(longest)
         last = self.hidden * (max(4, self.itemsize) + 3 * self.itemsize)  # the last norm, and the states it returns
         mask = 0 if self.flash else self.itemsize * max(CHUNK, longest)  # one for all layers
@@ -176,6 +184,7 @@ class PassShapes:
 
     def transient(self, tokens: int, longest: int, *, checkpointing: bool, logit_rows: int) -> float:
         """What the backward pass needs besides: the larger of the output layer's and of one decoder layer's share."""
+        tokens = self._rows(tokens)
         logits, half = min(logit_rows, tokens) * self.vocabulary, self.itemsize < 4
         gradient = self.vocabulary * self.hidden * (4 + self.itemsize * half) if self.trained_output else 0
         last = max(logits * self.logit_bytes, logits * min(self.logit_bytes, 8) + gradient)
@@ -281,9 +290,11 @@ class PassMemory:
 
     def corrected(self, measured: float, tokens: int) -> PassMemory:
         """With what one pass has kept, in place of the prediction."""
-        predicted = sum(each.held(tokens, tokens, checkpointing=False) for each in self.shapes)
+        measured_here = [each for each in self.shapes if each.per_token is None]  # the pass had no images
+        predicted = sum(each.held(tokens, tokens, checkpointing=False) for each in measured_here)
         scale = max(LEAST_SCALE, measured / predicted)
-        return replace(self, shapes=tuple(replace(each, scale=scale) for each in self.shapes))
+        shapes = (replace(each, scale=scale) if each in measured_here else each for each in self.shapes)
+        return replace(self, shapes=tuple(shapes))
 
     def note(self) -> str:
         """What was chosen, in one line."""

@@ -4,7 +4,7 @@
     form       fill in two fields and send              select     choose from a list of options
     menu       open a menu and choose an entry          slider     set a value
     list       choose an entry of a long list           date       pick a day in a calendar
-    colour     click the button of one of six colours   (needs no reading: for small models)
+    colour     click the button of one of several colours (needs no reading: for small models)
 
 Liu et al. 2018 (MiniWoB++), https://arxiv.org/abs/1802.08802
 
@@ -73,6 +73,12 @@ Step = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Size:
+    words: Sequence[str]  # that a page may have
+    buttons: int  # of the kinds button and colour
+
+
+@dataclass(frozen=True, slots=True)
 class Exercise:
     """What a page contains. `script` and the handlers of `body` store what was done in `result`."""
 
@@ -95,7 +101,7 @@ def varied_layout(rng: Random, *, held_out: bool) -> str:
     back = f"hsl({hue} {rng.choice((20, 50, 80))}% {rng.choice((10, 20, 30) if dark else (80, 90, 97))}%)"
     return (
         f"body {{ background: {back}; color: {'white' if dark else 'black'} }}"
-        f" main {{ margin: {top}vh 0 0 {left}vw; width: {rng.choice((60, 70, 85))}vw;"
+        f" main {{ margin: {top}vh 0 0 {left}vw; width: {rng.choice((78, 85))}vw;"
         f" text-align: {rng.choice(('left', 'left', 'center'))} }} button {{ border-radius: {rng.choice((0, 3, 8))}px;"
         f" border-width: {rng.choice((0, 1, 2))}px }}"
     )
@@ -104,16 +110,16 @@ def varied_layout(rng: Random, *, held_out: bool) -> str:
 # -- The kinds ---------------------------------------------------------------------------------------------------------
 
 
-def _button(rng: Random, words: Sequence[str]) -> Exercise:
-    names = rng.sample(words, 6)
-    right = rng.randrange(6)
+def _button(rng: Random, size: Size) -> Exercise:
+    names = rng.sample(size.words, size.buttons)
+    right = rng.randrange(size.buttons)
     buttons = "".join(f'<button id="b{i}" onclick="result = {i}">{name}</button>' for i, name in enumerate(names))
     return Exercise(buttons, f'Click the button "{names[right]}".', right, [_click(f"#b{right}")])
 
 
-def _colour(rng: Random, words: Sequence[str]) -> Exercise:
-    names = rng.sample([*COLOURS], 6)
-    right = rng.randrange(6)
+def _colour(rng: Random, size: Size) -> Exercise:
+    names = rng.sample([*COLOURS], size.buttons)
+    right = rng.randrange(size.buttons)
     buttons = "".join(
         f'<button class="colour" id="b{i}" aria-label="{name}" style="background: {COLOURS[name]}" '
         f'onclick="result = {i}"></button>'
@@ -122,7 +128,7 @@ def _colour(rng: Random, words: Sequence[str]) -> Exercise:
     return Exercise(buttons, f"Click the {names[right]} button.", right, [_click(f"#b{right}")])
 
 
-def _form(rng: Random, words: Sequence[str]) -> Exercise:
+def _form(rng: Random, size: Size) -> Exercise:
     name, city = rng.choice(NAMES), rng.choice(CITIES)
     body = (
         '<form onsubmit="result = [first.value, city.value]; event.preventDefault()">'
@@ -136,8 +142,8 @@ def _form(rng: Random, words: Sequence[str]) -> Exercise:
     return Exercise(body, f"Enter the name {name} and the city {city}, then click Send.", [name, city], steps)
 
 
-def _menu(rng: Random, words: Sequence[str]) -> Exercise:
-    heads, names = rng.sample(("File", "Edit", "View", "Tools"), 3), rng.sample(words, 9)
+def _menu(rng: Random, size: Size) -> Exercise:
+    heads, names = rng.sample(("File", "Edit", "View", "Tools"), 3), rng.sample(size.words, 9)
     menu, entry = rng.randrange(3), rng.randrange(3)
     body = "".join(
         f'<button id="m{m}" onclick="show({m})">{head}</button>'
@@ -154,8 +160,8 @@ def _menu(rng: Random, words: Sequence[str]) -> Exercise:
     return Exercise(body, asked, [menu, entry], [_click(f"#m{menu}"), _click(f"#e{menu}{entry}")], script)
 
 
-def _list(rng: Random, words: Sequence[str]) -> Exercise:
-    names = rng.sample(words, min(24, len(words)))
+def _list(rng: Random, size: Size) -> Exercise:
+    names = rng.sample(size.words, min(24, len(size.words)))
     right = rng.randrange(len(names))
     rows = "".join(
         f'<div class="row" id="r{i}" onclick="result = {i}; mark(this)">{name}</div>' for i, name in enumerate(names)
@@ -172,8 +178,8 @@ def _list(rng: Random, words: Sequence[str]) -> Exercise:
     )
 
 
-def _checkbox(rng: Random, words: Sequence[str]) -> Exercise:
-    names = rng.sample(words, 5)
+def _checkbox(rng: Random, size: Size) -> Exercise:
+    names = rng.sample(size.words, 5)
     right = sorted(rng.sample(range(5), rng.randint(1, 3)))
     boxes = "".join(f'<p><label><input type="checkbox" id="c{i}"> {name}</label></p>' for i, name in enumerate(names))
     save = "result = [0, 1, 2, 3, 4].filter(i => document.getElementById('c' + i).checked)"
@@ -184,7 +190,7 @@ def _checkbox(rng: Random, words: Sequence[str]) -> Exercise:
     )
 
 
-def _select(rng: Random, words: Sequence[str]) -> Exercise:
+def _select(rng: Random, size: Size) -> Exercise:
     names = rng.sample(CITIES, 5)
     right = rng.randrange(1, 5)
     options = "".join(f'<option value="{i}" id="o{i}">{name}</option>' for i, name in enumerate(names))
@@ -193,7 +199,7 @@ def _select(rng: Random, words: Sequence[str]) -> Exercise:
     return Exercise(body, asked, right, [_click("#city"), _click(f"#o{right}"), _click("#ok")])
 
 
-def _slider(rng: Random, words: Sequence[str]) -> Exercise:
+def _slider(rng: Random, size: Size) -> Exercise:
     right = rng.choice([value for value in range(11) if value != 5])
     body = (
         '<p>Volume <input type="range" id="level" min="0" max="10" value="5" oninput="shown.textContent = value">'
@@ -204,7 +210,7 @@ def _slider(rng: Random, words: Sequence[str]) -> Exercise:
     return Exercise(body, f"Move the slider to {right}, then click Set.", right, steps)
 
 
-def _date(rng: Random, words: Sequence[str]) -> Exercise:
+def _date(rng: Random, size: Size) -> Exercise:
     year, month, ahead, day = rng.randint(2020, 2030), rng.randrange(12), rng.randint(0, 2), rng.randint(1, 28)
     target = month + ahead
     wanted = [year + target // 12, target % 12 + 1, day]
@@ -222,7 +228,7 @@ def _date(rng: Random, words: Sequence[str]) -> Exercise:
     return Exercise(body, asked, wanted, [*[_click("#next")] * ahead, _click(f"#day{day}")], script)
 
 
-KINDS: dict[str, Callable[[Random, Sequence[str]], Exercise]] = {
+KINDS: dict[str, Callable[[Random, Size], Exercise]] = {
     "button": _button,
     "form": _form,
     "menu": _menu,
@@ -254,6 +260,7 @@ class GuiPages:
 
     kinds: Sequence[str] = tuple(KINDS)  # of the pages
     words: int = len(THINGS)  # how many different words the pages have
+    buttons: int = 6  # of a page of the kind button or colour
     viewport: Sequence[int] = VIEWPORT  # width and height of a page in pixels
     max_turns: int = MAX_TURNS
     varied: bool = False  # every page has a layout of its own: colours, margins, sizes; else one of a few
@@ -269,11 +276,12 @@ class GuiPages:
         if not self.kinds or self.examples != 0:
             raise InputError("gui_pages: data.options.kinds must name a kind of page, and there are no examples")
         check_range("words", self.words, LEAST_WORDS, len(THINGS))
+        check_range("buttons", self.buttons, 2, len(COLOURS))
         check_range("max_turns", self.max_turns, 1, 1000)
         if len(self.viewport) != 2:
             raise InputError("gui_pages: data.options.viewport is [width, height] in pixels")
         for side in self.viewport:
-            check_range("viewport", side, 100, 2000)
+            check_range("viewport", side, 64, 2000)
 
     def draw(self, rng: Random) -> Problem:
         kind, seed = rng.choice(list(self.kinds)), rng.randrange(2**32)
@@ -281,7 +289,7 @@ class GuiPages:
         held_out = in_validation(key)
         layouts = HELD_OUT if held_out else LAYOUTS
         layout = varied_layout(rng, held_out=held_out) if self.varied else rng.choice(list(layouts))
-        exercise = KINDS[kind](Random(seed), THINGS[: self.words])
+        exercise = KINDS[kind](Random(seed), Size(THINGS[: self.words], self.buttons))
         result = json.dumps(json.dumps(exercise.result, separators=(",", ":")))  # as a string of JavaScript
         columns = {
             "kind": kind,
