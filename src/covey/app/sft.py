@@ -241,9 +241,7 @@ def _schemas(config: Config, found: DemonstrationSet) -> Schemas:
     from covey.agents.tools.toolset import resolve_tools
 
     # Only their descriptions are needed: nothing is run, so any tier will do.
-    sandbox = lazy_sandbox(
-        dataclasses.replace(config, sandbox=dataclasses.replace(config.sandbox, allow_weak=True))
-    )
+    sandbox = lazy_sandbox(dataclasses.replace(config, sandbox=dataclasses.replace(config.sandbox, allow_weak=True)))
     runs_code = any(name in RUNS_CODE for name in names)
     tools = resolve_tools(names, config.agent.tool_options, sandbox=sandbox() if runs_code else None)
     return tools.schemas()
