@@ -95,9 +95,10 @@ bench: $(VENV)/run.stamp $(ORACLES)/stamp
 	$(BIN)/python benchmarks/demo_seeds.py --picture docs/images/demo.png
 	$(BIN)/python benchmarks/agent_seeds.py --picture docs/images/calculator.png
 
-# docs/benchmarks.md and its pictures, from the committed records.
+# docs/benchmarks.md and docs/results.md with their pictures, from the committed records.
 bench-tables: $(VENV)/run.stamp
 	$(BIN)/python benchmarks/publish.py
+	$(BIN)/python benchmarks/publish_studies.py
 
 # On a GPU machine, with the Python that has its torch; and what it needs beside that, in one archive to take along.
 GPU_PYTHON_VERSION ?= 3.12

@@ -119,7 +119,8 @@ def main(argv: Sequence[str] | None = None, start: study.Start | None = None) ->
     return int(
         max(
             report(one, read_records(given.out.resolve() / one.name / "records"), options.baseline)
-            for one in chosen(given.study)
+            for name in given.studies
+            for one in chosen(name)
         )
     )
 

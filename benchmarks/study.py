@@ -1,12 +1,13 @@
-"""Runs a study: every experiment with every seed, several at a time, in parts that can be interrupted.
+"""Runs studies: every experiment with every seed, several runs at a time, in parts that can be interrupted.
 
     python benchmarks/study.py gsm8k --models MODELS --data DATA --minutes 25 --share 4 --export EXPORT
     python benchmarks/study.py agents --tiny --out outputs/tiny-studies
 
 MODELS holds a folder for each model, DATA the public data (benchmarks/studies/data.py says which files). The same
-command continues: runs that are finished here, or whose record is in --export or committed, are not repeated. The exit
-code is 0 if all runs are finished, 75 if the time was up, 1 if some failed. Records are written to EXPORT/STUDY.tar as
-runs advance; benchmarks/publish_studies.py makes tables of them. Settings are in benchmarks/studies.
+command continues: runs that are finished here or whose record is committed are not repeated. Several studies share the
+places, so that the next one fills those that become free. The exit code is 0 if all runs are finished, 75 if the time
+was up, 1 if some failed. Records are written to EXPORT/STUDY.tar whenever a run ends; benchmarks/publish_studies.py
+makes tables of them. Settings are in benchmarks/studies.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Export:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=NAMES)
+    parser.add_argument("studies", nargs="+", choices=NAMES, metavar="STUDY", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--models", type=Path, help="the folder with a folder for each model")
     parser.add_argument("--data", type=Path, help="the folder of public data")
     parser.add_argument("--out", type=Path, default=Path("outputs/studies"))
@@ -81,11 +82,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if not options.tiny and (options.models is None or options.data is None):
         parser.error("--models and --data are needed, or --tiny")
+    experiments = {one.name for name in options.studies for study in chosen(name) for one in study.experiments}
+    if unknown := set(options.only or ()) - experiments:
+        parser.error(f"no experiment {', '.join(sorted(unknown))}; there are {', '.join(sorted(experiments))}")
     return options
 
 
 def plan(study: Study, options: argparse.Namespace) -> StudyJobs:
-    """The jobs of the chosen runs, with their data prepared."""
+    """The jobs of the chosen runs that are not recorded yet, with their data prepared."""
     out = options.out.resolve()
     data = options.data
     if options.tiny:
@@ -96,15 +100,15 @@ def plan(study: Study, options: argparse.Namespace) -> StudyJobs:
         model = (options.models / study.model).resolve()
         if not (model / "config.json").is_file():
             raise SystemExit(f"{model} is not the folder of a model")
-    names = [one.name for one in study.experiments]
-    if unknown := set(options.only or ()) - set(names):
-        raise SystemExit(f"{study.name} has no experiment {', '.join(sorted(unknown))}; it has {', '.join(names)}")
+    names = [one.name for one in study.experiments if options.only is None or one.name in options.only]
     seeds = study.seeds if options.seeds is None else options.seeds
     # All experiments of a seed before the next seed: a study that is cut short can still be compared.
-    runs = tuple(RunName(study.name, name, seed) for seed in seeds for name in names if name in (options.only or names))
+    runs = [RunName(study.name, name, seed) for seed in seeds for name in names]
+    todo = tuple(run for run in runs if options.again or not is_recorded(run, options.tiny))
     extra = dict(word.split("=", 1) for word in options.set)
-    jobs = StudyJobs(study, out, model, extra, runs)
+    jobs = StudyJobs(study, out, model, extra, todo)
     prepare(study.data, data, jobs.data, limit=8 if options.tiny else None)
+    _say(f"{study.name}: {len(todo)} of {len(runs)} runs to make")
     return jobs
 
 
@@ -114,35 +118,44 @@ def is_recorded(run: RunName, tiny: bool) -> bool:
     return not tiny and path.is_file() and read_record(path)["status"] == FINISHED
 
 
-def run_study(jobs: StudyJobs, options: argparse.Namespace, start: Start, stop_at: float, kill_at: float) -> Schedule:
+def run_all(plans: Sequence[StudyJobs], options: argparse.Namespace, start: Start, kill_at: float) -> Schedule:
+    """Run the jobs of all studies side by side, and export each run that ends."""
     about = {**provenance(), "device": device(), "tiny": options.tiny}
     about |= {"commit": options.commit} if options.commit else {}
-    export = Export(jobs, options.export, about, options.share)
+    owners = {job: jobs for jobs in plans for job in jobs.all_jobs()}
+    exports = {jobs.study.name: Export(jobs, options.export, about, options.share) for jobs in plans}
 
     def on_done(job: Job) -> None:
+        jobs = owners[job]
         run = jobs.run_of(job)
-        if run is None or not all(one.done for one in jobs.jobs_of(run)):
+        if run is None or not jobs.is_done(run):
             return
-        export.write(run)
+        exports[run.study].write(run)
         if not options.keep:  # seven gigabytes for each half a billion parameters
             for checkpoints in (jobs.run_folder(run) / "train").glob("*/*/checkpoints"):
                 shutil.rmtree(checkpoints)
 
+    grace = min(GRACE_S, 15 * options.minutes)
     schedule = Schedule(
-        jobs.all_jobs(), jobs.command, start, options.share, stop_at, kill_at, _least(options), on_done, say=_say
+        [*owners],
+        lambda job: owners[job].command(job),
+        start,
+        options.share,
+        kill_at - grace,
+        kill_at,
+        0.0 if options.tiny else LEAST_S,
+        on_done,
+        say=_say,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: schedule.stop_within(GRACE_S))
     schedule.run()
-    for run in jobs.runs:
-        own = [job for job in jobs.jobs_of(run) if job in schedule.failed]
-        if own or not all(job.done for job in jobs.jobs_of(run)):
-            export.write(run, FAILED if own else None)
+    for jobs in plans:
+        for run in jobs.runs:
+            failed = any(job in schedule.failed for job in jobs.jobs_of(run))
+            if failed or not jobs.is_done(run):
+                exports[run.study].write(run, FAILED if failed else None)
     return schedule
-
-
-def _least(options: argparse.Namespace) -> float:
-    return 0.0 if options.tiny else LEAST_S
 
 
 def _say(text: str) -> None:
@@ -162,28 +175,16 @@ def lock(out: Path) -> IO[str]:
 
 def main(argv: Sequence[str] | None = None, start: Start | None = None) -> int:
     options = parse(argv)
-    began = time.monotonic()
-    grace = min(GRACE_S, 15 * options.minutes)
-    kill_at = began + 60 * options.minutes
+    kill_at = time.monotonic() + 60 * options.minutes
     with lock(options.out):
         if shutil.disk_usage(options.out).free < ENOUGH and not options.tiny:
             _say(f"less than {ENOUGH >> 30} GiB are free in {options.out}: give a larger --out, such as /dev/shm")
-        cores = os.cpu_count() or 1
-        start = start or start_process(environment(os.environ, SOURCE, options.share, cores))
-        left, failed = 0, 0
-        for study in chosen(options.study):
-            jobs = plan(study, options)
-            todo = tuple(run for run in jobs.runs if options.again or not is_recorded(run, options.tiny))
-            jobs = StudyJobs(jobs.study, jobs.out, jobs.model, jobs.extra, todo)
-            _say(f"{study.name}: {len(todo)} of {len(plan(study, options).runs)} runs to make")
-            schedule = run_study(jobs, options, start, kill_at - grace, kill_at)
-            open_runs = [run for run in todo if not all(job.done for job in jobs.jobs_of(run))]
-            failed += len(schedule.failed)
-            left += len(open_runs)
-            if schedule.stopped:
-                break
+        start = start or start_process(environment(os.environ, SOURCE, options.share, os.cpu_count() or 1))
+        plans = [plan(study, options) for name in options.studies for study in chosen(name)]
+        schedule = run_all(plans, options, start, kill_at)
+        left = sum(not jobs.is_done(run) for jobs in plans for run in jobs.runs)
         _say(f"{left} runs are not finished" if left else "all runs are finished")
-        return 1 if failed else UNFINISHED if left else 0
+        return 1 if schedule.failed else UNFINISHED if left else 0
 
 
 if __name__ == "__main__":

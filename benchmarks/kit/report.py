@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -147,10 +148,10 @@ def publish(result: Result, out: Path) -> Path:
 def provenance() -> dict[str, Any]:
     """When, where and with which code a result was measured."""
     asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    found = subprocess.run(asked, capture_output=True, text=True)
+    found = subprocess.run(asked, capture_output=True, text=True) if shutil.which("git") else None
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": found.stdout.strip() if found.returncode == 0 else "unknown",
+        "commit": found.stdout.strip() if found is not None and found.returncode == 0 else "unknown",
         "machine": {
             "cores": os.cpu_count(),
             "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),

@@ -72,12 +72,15 @@ class StudyJobs:
         folder = self.run_folder(run)
         first: tuple[Job, ...] = ()
         if experiment.demonstrations:
-            first = (Job(f"{experiment.name}-sft", self.folder / f"{experiment.name}-sft", "sft"),)
+            first = (Job(f"{self.study.name} {experiment.name}-sft", self.folder / f"{experiment.name}-sft", "sft"),)
         if self.study.transfer:
-            first = (*first, Job("before", self.folder / "before", "before"))
-        train = Job(f"{run} train", folder, "train", tuple(job for job in first if job.kind == "sft"))
-        after = (Job(f"{run} after", folder, "after", (train,)),) if self.study.transfer else ()
-        return (*first, train, *after, Job(f"{run} kl", folder, "kl", (train,)))
+            first = (*first, Job(f"{self.study.name} before", self.folder / "before", "before"))
+        train = Job(f"{run.study} {run} train", folder, "train", tuple(job for job in first if job.kind == "sft"))
+        after = (Job(f"{run.study} {run} after", folder, "after", (train,)),) if self.study.transfer else ()
+        return (*first, train, *after, Job(f"{run.study} {run} kl", folder, "kl", (train,)))
+
+    def is_done(self, run: RunName) -> bool:
+        return all(job.done for job in self.jobs_of(run))
 
     def all_jobs(self) -> list[Job]:
         """Depth first: what is shared, then run after run."""
@@ -91,7 +94,7 @@ class StudyJobs:
     def command(self, job: Job) -> list[str]:
         run = self.run_of(job)
         if job.kind == "sft":
-            experiment = self.study.experiment(job.name.removesuffix("-sft"))
+            experiment = self.study.experiment(job.folder.name.removesuffix("-sft"))
             return self._sft(experiment, job.folder)
         if job.kind == "before":
             return self._transfer(str(self.model), job.folder / "before")

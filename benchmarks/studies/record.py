@@ -37,12 +37,11 @@ def collect(jobs: StudyJobs, run: RunName, provenance: Mapping[str, Any], share:
     history = read_history(path)
     if not history.steps:
         return None
-    done = all(job.done for job in jobs.jobs_of(run))
     evaluations = [(record.step, record.metrics) for record in history.evaluations]
     return {
         "schema": SCHEMA,
         **{"study": run.study, "experiment": run.experiment, "seed": run.seed},
-        "status": FINISHED if done else UNFINISHED,
+        "status": FINISHED if jobs.is_done(run) else UNFINISHED,
         **_about(path, jobs),
         **provenance,
         "share": share,

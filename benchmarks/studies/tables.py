@@ -186,13 +186,12 @@ def conditions(results: Results) -> str:
     versions = sorted({f"{name} {v}" for record in records for name, v in record["versions"].items()})
     commits = sorted({record["commit"] for record in records})
     dates = sorted({record["date"] for record in records})
-    shares = sorted({record["share"] for record in records})
     most = max((len(part["beside"]) for record in records for part in record["parts"]), default=0)
     lines = [
         f"- {', '.join(devices)}; {', '.join(versions)}; {records[0]['dtype']}",
         f"- {dates[0]}{' to ' + dates[-1] if len(dates) > 1 else ''}, commit {', '.join(commits)}",
-        f"- {' or '.join(map(str, shares))} runs shared the device at a time (a run had up to {most} others beside it "
-        "in its time), so seconds compare runs of this table only",
+        f"- up to {max(record['share'] for record in records)} at a time on the device; a run had up to {most} other "
+        "processes beside it in its time, so seconds compare runs of this table only",
         f"- `python benchmarks/study.py {results.study.name} --models MODELS --data DATA`",
     ]
     return "\n".join(lines)

@@ -54,6 +54,7 @@ LESS = {
     "memory": ["--tiny", "--out", "results"],
     "modes": ["--tiny", "--out", "results"],
     "pack": [],
+    "pack_model": [],
     "publish": [],
     "publish_studies": [],
     "regime": ["--tiny", "--out", "results"],
@@ -247,6 +248,12 @@ def archive_of_a_run() -> list[str]:
     return ["--archive", "EXPORT/gsm8k.tar", "--baseline", "records"]
 
 
+def a_folder() -> list[str]:
+    Path("a-model").mkdir()
+    Path("a-model/config.json").write_text("{}")
+    return ["split", "a-model"]
+
+
 def public_data() -> list[str]:
     if not shared_folder().is_dir():
         pytest.skip("the folder of public data is not here")
@@ -274,6 +281,7 @@ SMALLER: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
 MORE: dict[str, Callable[[], list[str]]] = {
     "compare": beside_itself,
     "compare_study": archive_of_a_run,
+    "pack_model": a_folder,
     "publish": result_of_lora,
     "scoring": public_data,
 }

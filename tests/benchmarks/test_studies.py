@@ -68,7 +68,10 @@ TRIED = {
 }
 
 
-@pytest.mark.parametrize("name", TRIED)
+SLOW = ("gsm8k-long", "gsm8k-1.5b", "rewards", "staleness")
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in TRIED])
 def test_a_study_becomes_a_section_of_the_page(name: str, tmp_path: Path) -> None:
     import publish_studies
     from studies import tiny as small
@@ -249,17 +252,17 @@ def test_a_killed_and_an_interrupted_study_end_like_one_that_ran_through(tmp_pat
         )
 
     def reaches(out: Path, count: int) -> None:
-        end = time.monotonic() + 240
+        end = time.monotonic() + 600
         while steps(out) < count:
             assert time.monotonic() < end
             time.sleep(0.1)
 
     through, broken = tmp_path / "through", tmp_path / "broken"
-    assert begin(through).wait(300) == 0
+    assert begin(through).wait(900) == 0
     process = begin(broken)
     reaches(broken, 5)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 75
+    assert process.wait(600) == 75
     (unfinished,) = records_of(broken / "gsm8k-long.tar", tmp_path / "unfinished").values()
     done = len(unfinished["steps"]["reward/mean"])
     assert unfinished["status"] == "unfinished" and 5 <= done < 120
@@ -267,7 +270,7 @@ def test_a_killed_and_an_interrupted_study_end_like_one_that_ran_through(tmp_pat
     reaches(broken, done + 5)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert begin(broken).wait(300) == 0
+    assert begin(broken).wait(900) == 0
     sides = [
         next(iter(records_of(folder / "gsm8k-long.tar", tmp_path / f"{folder.name}-records").values()))
         for folder in (through, broken)

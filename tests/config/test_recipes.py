@@ -14,6 +14,7 @@ from tests.config.test_source_commands import quick as quick  # in an empty fold
 
 FOLDER = Path(__file__).parents[2] / "src" / RECIPES.replace(".", "/")
 OLDER = ("default", "demo", "calculator")  # their headers tell it in their own way
+EXPECTED_CURVES = ("demo", "calculator", "gvpo_minimal")  # small enough to be measured on two cores
 TABLES = {  # problems a step, problems an update, memory of the engine: 4 A100, 4 B200
     "1.5b": ((512, 64, 0.65), (1024, 128, 0.85)),
     "qwen3_4b": ((384, 48, 0.55), (768, 96, 0.80)),
@@ -25,8 +26,27 @@ TABLES = {  # problems a step, problems an update, memory of the engine: 4 A100,
 def test_a_header_says_what_hardware_result_and_command(name: str) -> None:
     header = re.match(r"(?:#.*\n)+", (FOLDER / f"{name}.yaml").read_text())[0]
     assert re.search(rf"^#   covey train --config-name {re.escape(name)}(?: {{3,}}.*)?$", header, re.MULTILINE)
-    for word in ("Reproduces", "Hardware", "Expected"):
+    for word in ("Reproduces", "Hardware"):
         assert re.search(rf"^# {word} +\S", header, re.MULTILINE), word
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_header_says_what_was_measured_and_what_is_only_quoted(name: str) -> None:
+    """A measured figure names its place: a page or a test of this project that exists."""
+    header = re.match(r"(?:#.*\n)+", (FOLDER / f"{name}.yaml").read_text())[0]
+    found = {}
+    for word in ("Measured", "Quoted"):
+        entry = re.search(rf"^# {word} +(\S.*\n(?:#  +.*\n)*)", header, re.MULTILINE)
+        assert entry is not None, word
+        found[word] = re.sub(r"\s*\n#\s+", " ", entry[1]).strip()
+    measured = found["Measured"]
+    if not measured.startswith("nothing"):
+        assert re.search(r"\d+(\.\d)? %", measured), "no figure"
+    places = re.findall(r"\b(?:docs|tests|benchmarks)/[\w/]+\.(?:md|py)\b", measured)
+    assert places or "%" not in measured
+    assert all((FOLDER.parents[2] / place).is_file() for place in places)
+    if name in EXPECTED_CURVES:
+        assert "→" in measured
 
 
 @pytest.mark.parametrize("name", recipe_names())
