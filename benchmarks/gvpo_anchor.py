@@ -233,13 +233,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--lengths", nargs="+", choices=list(LENGTHS), default=list(LENGTHS))
-    parser.add_argument("--arms", nargs="+", help="only these, by the beginning of their names")
+    parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in ARMS], help="only these")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--pretraining", type=int)
     parser.add_argument("--outcomes", type=Path, help="keep outcomes in this file, and skip those that it has")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/algorithms/gvpo.md")
     options = parser.parse_args()
-    arms = [arm for arm in ARMS if not options.arms or arm.name.startswith(tuple(options.arms))]
+    arms = [arm for arm in ARMS if not options.arms or arm.name in options.arms]
     found = train_all(options.seeds, options.lengths, arms, options.steps, options.pretraining, options.outcomes)
     names = [arm.name for arm in arms]
     outcomes = sorted((o for o in found if o.arm in names), key=lambda o: (names.index(o.arm), o.seed))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,6 +152,30 @@ def test_the_rewards_conflict() -> None:
     for n in range(9):
         assert experiment.recall("ijklmnop"[:n], "ijklmnop") + brevity("ijklmnop"[:n]) == 1
     assert experiment.recall("iiab", "ijklmnop") == 1 / 8 and brevity("iiab") == 1 / 2
+
+
+def test_counting_is_right_in_any_symbols() -> None:
+    import gvpo_anchor as experiment
+
+    assert experiment.count(3, 9, 4) == [2, 5, 8, 1]
+    assert {"question": "39", "answer": "2581"} in experiment.questions(4) and len(experiment.questions(4)) == 30
+    answers = [SimpleNamespace(final_answer=text) for text in ("2581", "c5IB", "c5I", "c5IC", "")]
+    assert experiment.right(answers, "2581") == [1, 1, 0, 0, 0]
+    slipped = experiment.count(3, 9, 1000, 0.5, random.Random(0))
+    steps = [(after - before) % 10 for before, after in itertools.pairwise([9, *slipped])]
+    assert 0.4 < sum(step != 3 for step in steps) / 1000 < 0.5  # a tenth of the slips writes the right digit
+
+
+def test_the_table_of_anchors_compares_seed_by_seed() -> None:
+    import gvpo_anchor as experiment
+
+    def outcome(arm: str, seed: int, average: float, after: float) -> Any:
+        return experiment.Outcome("short", arm, seed, 0.3, average, after, 1.0, math.nan, math.nan, math.nan, 60.0)
+
+    found = [outcome("grpo", seed, 0.5, 0.6 + seed / 10) for seed in (0, 1)]
+    found += [outcome("old", seed, 0.5 + seed / 10, 0.7 + seed / 10) for seed in (0, 1)]
+    text = experiment.report(found, "short")
+    assert "| old | 0.550 | 0.750 | +0.050 ± 0.635 | +0.100 ± 0.000 | 1.00 |  |  |" in text
 
 
 def test_the_walk_pays_for_progress() -> None:

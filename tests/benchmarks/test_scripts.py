@@ -47,6 +47,7 @@ LESS = {
     "gateway_load": ["--clients", "20", "--rounds", "1", "--turns", "1"],
     "gpu": [],
     "gsm8k": ["--minutes", "1"],
+    "gvpo_anchor": [*["--seeds", "0", "--steps", "2", "--pretraining", "2", "--arms"], "grpo", "moving, 5, β 0.1"],
     "gvpo_optimum": ["--seeds", "0"],
     "kills": ["--runs", "1", "--roles", "engine"],
     "lora": ["--tiny", "--out", "results"],

@@ -87,7 +87,7 @@ def test_gradient_is_that_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> Non
     batch = batch_of(rows_of(2, 3), 3)
     learner = Learner(model, LearnerConfig(), total_updates=1)
     monkeypatch.setattr(learner.optimizer, "step", lambda: (0.0, 0.0, True))
-    learner.update(batch, make("gvpo", beta=0.3))
+    learner.update(batch, make("gvpo", beta=0.3, reference="initial"))
     found = model.lm_head.weight.grad.clone()
     model.zero_grad()
     sums = []

@@ -24,7 +24,9 @@ from tests.learner.jobs import (
     from_settings,
     overflow,
     published,
+    reference_course,
     resave,
+    resume_moving,
     resume_training,
     train,
     train_and_save,
@@ -241,6 +243,24 @@ def test_training_continues_on_other_ranks(two: LocalRanks, tmp_path: Path, lora
     for name, weight in expected.items():
         torch.testing.assert_close(from_two[name], weight, atol=1e-6, rtol=0)
         torch.testing.assert_close(from_one[name], weight, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("parallel", FSDP_FIRST)
+@pytest.mark.parametrize("lora", [0, pytest.param(3, marks=SLOW)], ids=["full", "lora"])
+def test_a_moving_reference_on_two_ranks(two: LocalRanks, tmp_path: Path, parallel: str, lora: int) -> None:
+    """It moves as in one process, and its checkpoint continues on another number of ranks."""
+    shared, single = Case(parallel=parallel, reference=True, lora=lora), Case(reference=True, lora=lora)
+    folders = [tmp_path / name for name in ("unused", "by-two", "by-one")]
+    for folder in folders:
+        folder.mkdir()
+    whole = reference_course(SINGLE_PROCESS, single, range(6), folders[0], 9)
+    begun = two.run(reference_course, shared, range(3), folders[1], 3)[0]
+    reference_course(SINGLE_PROCESS, single, range(3), folders[2], 3)
+    on_one = resume_moving(SINGLE_PROCESS, single, range(3, 6), folders[1])
+    on_two = two.run(resume_moving, shared, range(3, 6), folders[2])[0]
+    assert not torch.allclose(whole[3], whole[5], atol=1e-4)
+    for found, expected in zip([*begun, *on_one, *on_two], [*whole, *whole[3:]], strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 def test_half_precision_has_the_same_masters_in_both_ways(two: LocalRanks, tmp_path: Path) -> None:

@@ -71,8 +71,10 @@ def stub() -> str:
         declare(f"_{part.__name__}", {key: hints[key] for key in shared if shared[key] is part})
     for name, cls in _CLASSES.items():
         types = {key: kind for key, (kind, _) in settings(vars(cls)["algorithm"]).items()}
-        bases = [f"_{part.__name__}" for part in dict.fromkeys(shared[key] for key in types if key in shared)]
-        declare(f"{name}({', '.join([*bases, 'Named'])})", {key: types[key] for key in types if key not in shared})
+        parts = dict.fromkeys(shared[key] for key in types if key in shared)
+        whole = [part for part in parts if all(key in types for key in shared if shared[key] is part)]
+        own = {key: kind for key, kind in types.items() if shared.get(key) not in whole}
+        declare(f"{name}({', '.join([*(f'_{part.__name__}' for part in whole), 'Named'])})", own)
     return "\n".join(lines) + "\n"
 
 
