@@ -10,7 +10,7 @@ Where each is implemented:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -168,7 +168,6 @@ class RolloutEngine(Protocol):
     owns_weights: bool  # True: it has its own weights and kernels, so its log-probs differ from the learner's
     version: int
     generated_tokens: int
-    on_finished: Callable[[], None]  # called for every completion, on any thread
 
     def metrics(self) -> Metrics:
         """Additional counters since the engine started."""

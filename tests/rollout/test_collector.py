@@ -65,6 +65,23 @@ def test_groups_come_in_task_order_each_attempt_with_its_own_stream() -> None:
     assert episode.messages[-1] == {"role": "assistant", "content": episode.final_answer}
 
 
+async def asks_twice(policy: Any, task: Task) -> str:
+    reply = {"role": "assistant", "content": await policy.chat(task.messages)}
+    if policy.turns[0].completion_ids[0] % 2:
+        raise KeyError("a fault of the agent")
+    return str(await policy.chat([*task.messages, reply, {"role": "user", "content": "sure?"}]))
+
+
+def test_episodes_are_counted_as_they_end_and_not_their_turns() -> None:
+    made = collector(parity, FunctionAgent(asks_twice))
+    ended: list[int] = []
+    made.on_episode = lambda: ended.append(len(made.engine.seeds))  # type: ignore[attr-defined]
+    groups = asyncio.run(made.groups(TASKS, 3, Sampling(), ("test",)))
+    failed = sum(episode.failure is not None for group in groups for episode in group.episodes)
+    assert len(ended) == 9 and 0 < failed < 9
+    assert ended[-1] == 9 + (9 - failed)  # replies
+
+
 def test_the_same_step_draws_the_same_and_another_step_does_not() -> None:
     def answers(step: int) -> list[str]:
         made = source(collector(parity))

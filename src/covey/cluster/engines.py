@@ -207,7 +207,6 @@ class RayEngine:
         process id. `colocated`: engines pause while the learner works; otherwise they continue."""
         self.version = 0
         self.generated_tokens = 0
-        self.on_finished: Callable[[], None] = lambda: None  # called for every completion
         self.reissued = 0  # requests sent again because their engine died
         self.replaced = 0  # engines started in place of a dead one
         self.colocated = colocated
@@ -251,7 +250,6 @@ class RayEngine:
                 replica.load -= 1
             replica.deaths = 0
             self.generated_tokens += len(completion.token_ids)
-            self.on_finished()
             return completion
         raise EngineLost("the engine died during the request, and so did the one that the request was sent to again")
 

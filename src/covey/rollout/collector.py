@@ -31,7 +31,7 @@ TaskBatch = Callable[[int], Sequence[Task]]
 FreshTasks = Callable[[int, int, int, Collection[str]], Sequence[Task]]  # step, round, count, ids tried already
 
 
-@dataclass(frozen=True)
+@dataclass
 class Collector:
     """Runs agents on an engine. `seed` names the run's random streams."""
 
@@ -44,6 +44,7 @@ class Collector:
     max_response_tokens: int | None = None
     keep_images: int | None = None
     opponents: Opponents | None = None  # past policies that play some roles
+    on_episode: Callable[[], None] = lambda: None  # called when an episode has ended, before it is scored
 
     async def groups(
         self,
@@ -106,7 +107,10 @@ class Collector:
         started, cause = time.monotonic(), "agent"
         try:
             async with deadline:
-                episode = await self.agent.run(policy, task)
+                try:
+                    episode = await self.agent.run(policy, task)
+                finally:
+                    self.on_episode()
                 if not episode.turns:
                     raise NoReply("no reply could be sampled: the first prompt leaves no room for one")
                 episode = replace(episode, cut_by=_cut_by(episode, policy))

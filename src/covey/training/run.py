@@ -264,7 +264,7 @@ class Run:
             elif not self._is_concluded:
                 status = await self._report()
         finally:
-            self.engine.on_finished = lambda: None  # the callback holds a reference to this run
+            self.source.collector.on_episode = lambda: None  # the callback holds a reference to this run
             self._end(status, self.source.close, self.engine.close, self.resources.close)
 
     async def _report(self) -> str:
@@ -371,7 +371,7 @@ class Run:
         return self.checkpoints.save(done, self.learner, self.tokenizer, state, more=self.source.save)
 
     def _show_progress(self, total: int, what: str) -> None:
-        """Count answers on the console while they are sampled."""
+        """Count episodes on the console as they end."""
         finished = 0
 
         def one_more() -> None:
@@ -379,7 +379,7 @@ class Run:
             finished += 1
             self.telemetry.progress(min(finished, total), total, what)
 
-        self.engine.on_finished = one_more
+        self.source.collector.on_episode = one_more
         self.telemetry.progress(0, total, what)
 
     def decode(self, ids: list[int]) -> str:

@@ -70,7 +70,6 @@ class EmbeddedEngine:
         self.eager = eager or vision is not None
         self.compiled = compiled
         self.paged = model.get_input_embeddings().weight.device.type == "cuda" if paged is None else paged
-        self.on_finished: Callable[[], None] = lambda: None  # called for every completion, on the engine's thread
         self.version = 0
         self.generated_tokens = 0
         self._futures: dict[RequestState, asyncio.Future[Completion]] = {}
@@ -259,8 +258,6 @@ class EmbeddedEngine:
         self.generated_tokens += count
         if request.stop is None and request.remaining == 0:
             request.stop = StopReason.LENGTH
-        if request.stop is not None:
-            self.on_finished()
 
     def _append_until_stop(self, request: RequestState, tokens: Sequence[int]) -> int:
         """Append tokens up to the one that ends the completion. Returns the number of appended tokens."""

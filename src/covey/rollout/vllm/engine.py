@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,7 +60,6 @@ class VllmEngine:
         worker, for tests."""
         self.settings = settings
         self.transport: WeightTransport = CudaIpcTransport() if same_gpu else VllmFileTransport()
-        self.on_finished: Callable[[], None] = lambda: None  # called for every completion, on the reader's thread
         self.version = 0
         self.generated_tokens = 0
         self._numbers = itertools.count(1)
@@ -184,7 +183,6 @@ class VllmEngine:
             return
         if (done := message.get("done")) is not None and "ids" in done:
             self.generated_tokens += len(done["ids"])
-            self.on_finished()
         _resolve(future, message)
 
     def _on_end(self) -> None:
