@@ -165,6 +165,11 @@ def few_steps(module: Any, patch: pytest.MonkeyPatch) -> None:
         patch.setitem(module.ALGORITHMS, "dgdo", {"warmup_steps": 2, "beta_warmup_steps": 2})
 
 
+def few_games(module: Any, patch: pytest.MonkeyPatch) -> None:
+    few_steps(module, patch)
+    patch.setattr(module, "EVERY", 1)
+
+
 def short_answers(module: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "REPEATS", 1)
     patch.setattr(module, "TOKENS", 6)
@@ -236,7 +241,7 @@ SMALLER: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "regime": short_tools,
     "simulate": quick_tools,
     "roles": few_steps,
-    "self_play": few_steps,
+    "self_play": few_games,
     "soak": results_here,
     "turn_credit": few_steps,
     "two_rewards": few_steps,
