@@ -113,6 +113,8 @@ experiments: $(VENV)/run.stamp
 	$(BIN)/python benchmarks/two_rewards.py --write
 	$(BIN)/python benchmarks/gvpo_optimum.py --write
 	$(BIN)/python benchmarks/turn_credit.py --write
+	$(BIN)/python benchmarks/roles.py --write
+	$(BIN)/python benchmarks/self_play.py --write
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

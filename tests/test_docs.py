@@ -213,6 +213,7 @@ RUNS = {
     "a curriculum": "algorithm=grpo data.sampler=band",
     "an agent with tools": "algorithm=grpo agent=agent.py:Plays",
     "an environment with roles that pays turns": "algorithm=gigpo agent=agent.py:Pays reward=given",
+    "self-play against past policies": "algorithm=grpo agent=agent.py:Pays reward=given agent.opponents=[two]",
     "a reward that breaks": "algorithm=grpo reward=rewards.py:brittle eval.before=true eval.modes=[sampled] eval.n=8",
 }
 

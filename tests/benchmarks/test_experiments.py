@@ -221,3 +221,31 @@ def test_a_section_is_replaced_between_its_marks(tmp_path: Path) -> None:
     )
     with pytest.raises(AssertionError, match="needs the marks"):
         tiny.write_section("z", "new", page)
+
+
+def test_exploitability_and_the_reward_of_mixed_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
+    import self_play as experiment
+
+    even, rock = dict.fromkeys("rps", 1 / 3), {"r": 1.0}
+    assert experiment.exploitability(even) == pytest.approx(0)
+    assert experiment.exploitability(rock) == 1  # paper
+    assert experiment.exploitability({"r": 0.5, "p": 0.5}) == pytest.approx(0.5)  # paper: half of the games, and draws
+    assert experiment.reward(rock, {"s": 0.75, "p": 0.25}) == pytest.approx(0.5)
+    assert experiment.reward(rock, {"?": 1.0}) == 1 and experiment.reward({"?": 1.0}, {"?": 1.0}) == 0
+    monkeypatch.setattr(experiment, "EVERY", 1)
+    outcome = experiment.Outcome("past", 0, (rock, rock, {"p": 1.0}, {"p": 1.0}))
+    assert outcome.exploitability == 1
+    # The third against the two before it, the fourth against the three before it.
+    assert outcome.against_past == pytest.approx((1 + 1 + 0 + 1 + 1) / 5)
+
+
+def test_the_games_of_roles() -> None:
+    import roles as experiment
+
+    assert experiment.prisoners("p", {"first": "k", "second": "t"}) == {"first": 0, "second": 5}
+    assert experiment.prisoners("p", {"first": "k", "second": "k"}) == {"first": 3, "second": 3}
+    assert experiment.prisoners("p", {"first": "a", "second": "k"}) == {"first": 5, "second": 0}
+    right = {role: experiment.wanted("a", role) for role in experiment.ROLES}
+    assert experiment.letters("a", right) == dict.fromkeys(experiment.ROLES, 1.0)
+    assert experiment.letters("a", right | {"judge": "?"})["judge"] == 0
+    assert len(experiment.SYMBOLS) == len(set(experiment.SYMBOLS))

@@ -59,6 +59,7 @@ LESS = {
     "publish": [],
     "publish_studies": [],
     "regime": ["--tiny", "--out", "results"],
+    "roles": ["--seeds", "0", "1"],
     "scaling": ["--tiny", "--out", "results"],
     "scoring": ["--only", "gsm8k", "--sample", "3"],
     "self_play": ["--seeds", "0", "1"],
@@ -172,6 +173,11 @@ def few_steps(module: Any, patch: pytest.MonkeyPatch) -> None:
         patch.setitem(module.ALGORITHMS, "dgdo", {"warmup_steps": 2, "beta_warmup_steps": 2})
 
 
+def few_games(module: Any, patch: pytest.MonkeyPatch) -> None:
+    few_steps(module, patch)
+    patch.setattr(module, "EVERY", 1)
+
+
 def short_answers(module: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "REPEATS", 1)
     patch.setattr(module, "TOKENS", 6)
@@ -273,7 +279,8 @@ SMALLER: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
     "publish_studies": study_records_here,
     "regime": short_tools,
     "simulate": quick_tools,
-    "self_play": few_steps,
+    "roles": few_steps,
+    "self_play": few_games,
     "soak": results_here,
     "study": jobs_here,
     "turn_credit": few_steps,

@@ -135,6 +135,7 @@ def test_the_modelfile_and_the_names_of_base_models(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["MODEL", "me/x"], "is not a run or one of its checkpoints"),
+        (["outputs/nothing", "me/x"], "outputs/nothing is not here\n  fix: name a run's folder"),
         (["RUN"], "name a run or a checkpoint, and a repository"),
         (["RUN", "a b/c"], "a b/c: not the name of a repository"),
         (["RUN", "me/x", "--adapter", "--dry-run", "OUT"], "has no adapter"),

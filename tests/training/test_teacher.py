@@ -226,6 +226,7 @@ def test_an_endpoint_with_another_tokenizer_is_refused(vllm: Vllm, tiny_model_fo
     [
         ({"algorithm": "gvpo", "teacher.name": "TEACHER"}, "does not go with algorithm=gvpo"),
         ({"teacher.coef": 0.5}, "settings of a teacher, and no teacher"),
+        ({"teacher.name": "nosuch"}, "teacher=nosuch: unknown model"),
         ({"teacher.name": "current"}, "nothing to teach without more to read"),
         ({"teacher.name": "current", "teacher.prompt_template": "think!"}, "the same text for every task"),
         ({"teacher.name": "current", "teacher.prompt_template": "{solution}"}, "no solution, which"),

@@ -92,7 +92,10 @@ def _check_model(config: Config, policy: ModelSource) -> None:
     from covey.models.loading import open_source
 
     name = config.teacher.name
-    teacher = open_source(_model_config(config))
+    try:
+        teacher = open_source(_model_config(config))
+    except InputError as error:  # it speaks of a model, and the run has two
+        raise type(error)(f"teacher={name}: {str(error).replace('model=/path', 'teacher=/path')}") from error
     check_layers(teacher.config)
     check_same_tokenizer(str(name), teacher.tokenizer, policy.tokenizer)
     sizes = [source.config.get_text_config(decoder=True).vocab_size for source in (teacher, policy)]

@@ -36,7 +36,14 @@ def main(argv: list[str]) -> int:
         raise InputError(f"name a run or a checkpoint, and a repository\n\n{USAGE.rstrip()}")
     name, repo = args.positional
     if not is_run(name):
-        raise InputError(f"{name} is not a run or one of its checkpoints, from which the card is made")
+        what = (
+            "is not a run or one of its checkpoints, from which the card is made"
+            if Path(name).exists()
+            else "is not here"
+        )
+        raise InputError(
+            f"{name} {what}\n  fix: name a run's folder (covey runs lists them); other folders: hf upload REPO FOLDER"
+        )
     from covey.app.push import check_evaluation, check_repo, upload, write_card
     from covey.learner.saving import check_export, export
 
