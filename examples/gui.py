@@ -37,24 +37,28 @@ NAMES = "all => all.map(button => button.textContent || button.ariaLabel).join('
 
 
 def write_data(folder, counts, seed):
-    """Screenshots of pages: demos.jsonl with what a perfect player says; train.jsonl and val.jsonl, tasks with the box
-    that must be clicked. val.jsonl has held-out layouts."""
+    """Screenshots of pages: demos.jsonl and val-demos.jsonl with what a perfect player says; train.jsonl and val.jsonl,
+    tasks with the box that must be clicked. Both val files are of the same pages, of held-out layouts."""
     from playwright.sync_api import sync_playwright
 
     (folder / "screens").mkdir(parents=True, exist_ok=True)
     demos, train, val = counts
     tasks = load_tasks(DataConfig(name="gui_pages", options=OPTIONS, train_size=demos + train, val_size=val), seed)
     parts = {"demos": tasks.train[:demos], "train": tasks.train[demos:], "val": tasks.validation}
+    files = {"demos": ("demos", None), "train": (None, "train"), "val": ("val-demos", "val")}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_chromium(None), chromium_sandbox=False)
         page = browser.new_page(viewport={"width": VIEWPORT[0], "height": VIEWPORT[1]})
         for name, part in parts.items():
-            lines = [row(page, task, folder, f"{name}-{n}", demo=name == "demos") for n, task in enumerate(part)]
-            (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+            rows = [row(page, task, folder, f"{name}-{n}") for n, task in enumerate(part)]
+            for file, lines in zip(files[name], zip(*rows, strict=True), strict=True):
+                if file is not None:
+                    (folder / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         browser.close()
 
 
-def row(page, task, folder, name, *, demo):
+def row(page, task, folder, name):
+    """The page as a demonstration, and as a task."""
     page.set_content(task.columns["html"])
     shot = f"screens/{name}.png"
     page.screenshot(path=folder / shot)
@@ -62,11 +66,10 @@ def row(page, task, folder, name, *, demo):
     left, top, right, bottom = page.evaluate(BOX, step["selector"])
     asked = {"type": "text", "text": task.messages[-1]["content"]}
     user = {"role": "user", "content": [asked, {"type": "image", "image": shot}]}
-    if not demo:
-        return {"messages": [user], "bbox": [left, top, right, bottom]}
     said = f"Thought: {page.eval_on_selector_all('button', NAMES)}\n"
     said += f"{CLICK}{int((left + right) / 2)},{int((top + bottom) / 2)}{END}"
-    return {"messages": [{"role": "system", "content": INSTRUCTIONS}, user, {"role": "assistant", "content": said}]}
+    system, reply = {"role": "system", "content": INSTRUCTIONS}, {"role": "assistant", "content": said}
+    return {"messages": [system, user, reply]}, {"messages": [user], "bbox": [left, top, right, bottom]}
 
 
 def write_tokenizer(folder, texts):

@@ -116,7 +116,8 @@ def test_the_table_of_algorithms_is_the_catalogue() -> None:
         least, _, better = size.partition(", better ")
         assert (int(least), int(better or 1)) == (needs.min_group_size, needs.advised_group_size), name
         wanted = {"reference": needs.reference, "critic": needs.values, "greedy answer": needs.greedy_baseline}
-        assert {word: word in more for word in wanted} == wanted, name
+        always = more.partition(";")[0]  # what follows is needed with certain settings only
+        assert {word: word in always for word in wanted} == wanted, name
 
 
 def test_the_table_of_losses_is_the_catalogue() -> None:

@@ -74,6 +74,7 @@ LESS = {
 STUDIES = re.findall(r"<!-- study-(\S+): begin -->", (BENCHMARKS.parent / "docs/results.md").read_text())
 NOT_RUN = {
     "dash": "needs playwright and chromium (make dash-test)",
+    "gui_seeds": "needs playwright and chromium",
     "mutants": "needs a process that has not imported Covey: test_mutants.py",
 }
 # Start processes of their own, or train many times.

@@ -25,8 +25,8 @@ def outcome(name: str, out: Path, *words: str) -> dict[str, Any]:
     script = importlib.import_module(name)
     assert script.main(["--tiny", "--out", str(out), *words]) == 0
     (path,) = out.glob("*.json")
-    assert path.name == f"{name}-tiny-cpu.json" and path.with_suffix(".png").stat().st_size > 1000
     found: dict[str, Any] = json.loads(path.read_text())
+    assert path.name == f"{found['name']}-tiny-cpu.json" and path.with_suffix(".png").stat().st_size > 1000
     assert set(found) >= ALWAYS
     assert {"covey", "torch", "transformers"} <= set(found["versions"])
     assert found["cells"] and all(len(cells) == len(found["header"]) for cells in found["cells"])

@@ -154,7 +154,7 @@ def test_eval_and_sample_read_a_run(tiny_model_folder: Path, capsys: pytest.Capt
     assert "hello?" in capsys.readouterr().out
 
 
-def test_a_lora_run_can_be_evaluated_but_its_adapter_is_no_start_for_gvpo(
+def test_a_lora_run_can_be_evaluated_but_its_adapter_is_no_start_for_a_reference(
     tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("peft")
@@ -162,7 +162,7 @@ def test_a_lora_run_can_be_evaluated_but_its_adapter_is_no_start_for_gvpo(
     assert main(["eval", str(the_run())]) == 0
     assert "eval/accuracy" in capsys.readouterr().out
     (adapter,) = the_run().glob("checkpoints/*/model")
-    assert main(["train", f"model={adapter}", *SMALL]) == 2
+    assert main(["train", f"model={adapter}", "algorithm.reference=initial", *SMALL]) == 2
     assert "is an adapter" in capsys.readouterr().err
 
 

@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "role": ({"messages": [{"role": "robot", "content": "x"}]}, "must be one of"),
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "images",
+        "data:image/png;base64",
     ),
     "foreign result": (
         {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {}}]}]},
