@@ -33,7 +33,8 @@ CLICK, END = "Action: click(start_box='(", ")')"
 OPTIONS = {"kinds": ["colour"], "buttons": 4, "varied": True, "viewport": list(VIEWPORT), "max_turns": 1}
 BOX = """selector => { const r = document.querySelector(selector).getBoundingClientRect();
     return [r.left, r.top, r.right, r.bottom] }"""
-NAMES = "all => all.map(button => button.textContent || button.ariaLabel).join(' ')"
+BUTTONS = """all => all.map(button => { const r = button.getBoundingClientRect();
+    return `${button.ariaLabel} ${Math.trunc((r.left + r.right) / 2)},${Math.trunc((r.top + r.bottom) / 2)}` }).join(' ')"""
 
 
 def write_data(folder, counts, seed):
@@ -66,7 +67,7 @@ def row(page, task, folder, name):
     left, top, right, bottom = page.evaluate(BOX, step["selector"])
     asked = {"type": "text", "text": task.messages[-1]["content"]}
     user = {"role": "user", "content": [asked, {"type": "image", "image": shot}]}
-    said = f"Thought: {page.eval_on_selector_all('button', NAMES)}\n"
+    said = f"Thought: {page.eval_on_selector_all('button', BUTTONS)}\n"  # what is where; then only one is copied
     said += f"{CLICK}{int((left + right) / 2)},{int((top + bottom) / 2)}{END}"
     system, reply = {"role": "system", "content": INSTRUCTIONS}, {"role": "assistant", "content": said}
     return {"messages": [system, user, reply]}, {"messages": [user], "bbox": [left, top, right, bottom]}
