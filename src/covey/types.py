@@ -162,7 +162,7 @@ class Turn:
     trained: bool = True  # False: part of the episode, but not trained on
     images: tuple[ImageSpan, ...] = ()  # in the prompt
     reward: float | None = None  # paid for this turn by the environment, a tool or the agent; None: not paid
-    state: str | None = None  # key of the situation in which it was sampled; None: its prompt is the state
+    state: str | None = None  # key of the situation in which it was sampled; None: its prompt with images
     role: str | None = None  # who spoke, if an episode has several roles
 
 
