@@ -248,7 +248,7 @@ def test_an_endpoint_with_another_tokenizer_is_refused(vllm: Vllm, tiny_model_fo
         ({"algorithm": "gvpo", "teacher.name": "TEACHER"}, "does not go with algorithm=gvpo"),
         (
             {"algorithm": "online_dpo", "teacher.name": "TEACHER"},
-            "algorithm=online_dpo\n  its loss compares whole answers",
+            "algorithm=online_dpo\n  its loss compares",
         ),
         ({"teacher.coef": 0.5}, "settings of a teacher, and no teacher"),
         ({"teacher.name": "nosuch"}, "teacher=nosuch: unknown model"),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from covey.models.vision import Pixels, VisionProcessor
 
 Array = np.ndarray[Any, Any]
+PromptKey = tuple[tuple[int, ...], tuple[ImageSpan, ...], tuple[int, ...] | None]
 PromptGroup = list[int]  # indices of rows that share a prompt
 MicroBatch = list[PromptGroup]  # one forward pass
 MAX_IMBALANCE = 1.25  # a prompt group above this multiple of a rank's average token count is split over ranks
@@ -118,12 +119,13 @@ def _first_fit(
 
 
 def _prompt_groups(rows: Sequence[Sample], max_tokens: int, max_rows: int) -> list[PromptGroup]:
-    """Group rows by prompt. A group that exceeds the limits is split."""
-    by_prompt: dict[tuple[tuple[int, ...], tuple[ImageSpan, ...]], list[int]] = {}
+    """Group rows by prompt, that of the policy and that of the teacher. A group that exceeds the limits is split."""
+    by_prompt: dict[PromptKey, list[int]] = {}
     for index, row in enumerate(rows):
-        by_prompt.setdefault((row.prompt_ids, row.prompt_images if row.images else ()), []).append(index)
+        images = row.prompt_images if row.images else ()
+        by_prompt.setdefault((row.prompt_ids, images, row.teacher_prompt_ids), []).append(index)
     groups: list[PromptGroup] = []
-    for (prompt, _), members in by_prompt.items():
+    for (prompt, _, _), members in by_prompt.items():
         group: PromptGroup = []
         length = len(prompt)
         for index in members:
