@@ -162,11 +162,11 @@ class Learner:
             self._plan_passes(samples.rows)  # with the adapter, if there is one
             assert self.reference is not None, "the algorithm needs a reference policy and none was loaded"
             with self.reference.active() as model:
-                ref_logprobs_RT = self.logprobs(samples.rows, samples.temperature, model)
+                ref_logprobs_RT = self.logprobs(samples.rows, samples.temperature, model, replay=False)
             samples = replace(samples, ref_logprobs_RT=ref_logprobs_RT)
         if needs.teacher and samples.teacher_logprobs_RT is None:  # an endpoint has scored them before
             with nullcontext(self.model) if self.teacher is None else self.teacher.active() as model:
-                teacher_RT = self.logprobs(teacher_rows(samples.rows), samples.temperature, model)
+                teacher_RT = self.logprobs(teacher_rows(samples.rows), samples.temperature, model, replay=False)
             samples = replace(samples, teacher_logprobs_RT=teacher_RT)
         query = TokenQuery(
             logprobs=needs.proximal or needs.sample_full_kl or needs.score_norms,
@@ -194,20 +194,29 @@ class Learner:
             self.reference.move({name: local_part(weight) for name, weight in self.optimizer.working.items()})
         self.reference_steps += 1
 
-    def logprobs(self, rows: Sequence[Sample], temperature: float, model: Any = None) -> Tensor:
+    def logprobs(self, rows: Sequence[Sample], temperature: float, model: Any = None, *, replay: bool = True) -> Tensor:
         """Log-probs of the rows' sampled tokens under a model, by default the policy, [R, T] on the CPU."""
-        return self.outputs(rows, temperature, TokenQuery(), model).logprobs
+        return self.outputs(rows, temperature, TokenQuery(), model, replay=replay).logprobs
 
     @torch.no_grad()
-    def outputs(self, rows: Sequence[Sample], temperature: float, query: TokenQuery, model: Any = None) -> TokenOutputs:
-        """Scores of the rows' sampled tokens, [R, T] on the CPU, without gradient."""
+    def outputs(
+        self,
+        rows: Sequence[Sample],
+        temperature: float,
+        query: TokenQuery,
+        model: Any = None,
+        *,
+        replay: bool = True,
+    ) -> TokenOutputs:
+        """Scores of the rows' sampled tokens, [R, T] on the CPU, without gradient. `replay`: record or replay routes,
+        with `learner.replay_routing`."""
         width = max(len(row.response_ids) for row in rows)
         model = model or self.model
         passes = self._passes(self._plan(rows), rows)
         outputs: list[TokenOutputs] = []  # read only at the end, because reading one waits for the GPU
         for micro_batch, _ in passes:
             packed = pack(rows, micro_batch, self.vision).to(self.device)
-            with self._attending(packed), replaying(self.routing if model is self.model else None, rows, micro_batch):
+            with self._attending(packed), replaying(self.routing if replay else None, rows, micro_batch):
                 shape = (len(row_indices(micro_batch)), width)
                 outputs.append(self._forward(packed, shape, temperature, query, model))
         self._reshard()
@@ -346,6 +355,7 @@ class Learner:
                 entropy_gradient=entropy_gradient,
                 logit_rows=self._logit_rows,
                 teacher=teacher,
+                routing=self.routing,
             ),
         )
 
@@ -410,11 +420,6 @@ class Learner:
     def _teacher_input(self, batch: Batch, micro_batch: MicroBatch, packed: Packed) -> TeacherInput:
         """What the teacher adds to a micro-batch: the same tokens after its own prompts, or its most likely tokens."""
         if batch.teacher_top is None:
-            if self.teacher is None and self.routing is not None:
-                raise InputError(
-                    "learner.replay_routing would give teacher=current the experts of another prompt\n"
-                    "  use teacher.kl=sampled, or teacher=initial"
-                )
             return TeacherInput(self.teacher, pack(teacher_rows(batch.rows), micro_batch).to(self.device))
         row_M = batch.row_R.new_tensor(row_indices(micro_batch))[packed.row_M]
         return TeacherInput(top=batch.teacher_top[row_M, packed.column_M])
