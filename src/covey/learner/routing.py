@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from covey.errors import InputError
 from covey.learner.packing import MicroBatch, row_indices
 from covey.models.families import ROUTERS
+from covey.models.forwards import replaced_forwards
 from covey.types import Sample
 
 Segment = tuple[tuple[int, ...], tuple[int, ...] | None]  # a prompt, and the response to it (None: the prompt itself)
@@ -93,11 +94,8 @@ class RoutingReplay:
             with nullcontext() if self.is_suspended else _TopK(given, chosen):
                 return forward(*args, **kwargs)
 
-        router.forward = with_routes
-        try:
+        with replaced_forwards([(router, with_routes)]):
             yield chosen
-        finally:
-            del router.forward
 
 
 def _segments(rows: Sequence[Sample], micro_batch: MicroBatch) -> list[tuple[Segment, int]]:
