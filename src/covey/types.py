@@ -419,6 +419,11 @@ class Batch:
         taken: dict[str, Any] = {name: None if column is None else column[at] for name, column in columns.items()}
         return replace(self, rows=tuple(self.rows[i] for i in index), **taken)
 
+    def to(self, device: Any) -> Batch:
+        columns = {name: getattr(self, name) for name in self.__slots__}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in columns.items() if hasattr(x, "to")}
+        return replace(self, **moved)
+
 
 @dataclass(frozen=True)
 class TaskSet:
