@@ -162,7 +162,7 @@ class Turn:
     trained: bool = True  # False: part of the episode, but not trained on
     images: tuple[ImageSpan, ...] = ()  # in the prompt
     reward: float | None = None  # paid for this turn by the environment, a tool or the agent; None: not paid
-    state: str | None = None  # key of the situation in which it was sampled; None: its prompt is the state
+    state: str | None = None  # key of the situation in which it was sampled; None: its prompt with images
     role: str | None = None  # who spoke, if an episode has several roles
 
 
@@ -418,6 +418,11 @@ class Batch:
         columns = {name: getattr(self, name) for name in ROW_COLUMNS}
         taken: dict[str, Any] = {name: None if column is None else column[at] for name, column in columns.items()}
         return replace(self, rows=tuple(self.rows[i] for i in index), **taken)
+
+    def to(self, device: Any) -> Batch:
+        columns = {name: getattr(self, name) for name in self.__slots__}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in columns.items() if hasattr(x, "to")}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from covey.learner import attention, forward
 from covey.learner.layers import FusedLayers
 from covey.learner.packing import Packed, pack
 from covey.models.families import FUSED_ATTENTION, decoder
+from covey.models.forwards import replaced_forwards
 from covey.types import Sample
 from tests.learner.test_forward import family
 from tests.rollout.triton_support import DEVICE, needs_triton
@@ -46,6 +47,14 @@ def gradients(model: Any, *, fused: bool) -> dict[str, Tensor]:
         total.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"sum": total.detach(), **found}
+
+
+def test_forwards_are_restored_after_an_error() -> None:
+    one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    with pytest.raises(RuntimeError), replaced_forwards([(one, abs), (other, abs)]):
+        assert one(torch.tensor(-3)) == 3
+        raise RuntimeError
+    assert "forward" not in one.__dict__ and "forward" not in other.__dict__
 
 
 def test_the_families_here_are_those_of_the_table() -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from covey.algorithms import make
+from covey.algorithms.distill import Teacher
 from covey.config.schema import LearnerConfig
 from covey.errors import InputError
 from covey.learner.learner import Learner
+from covey.models.loading import Reference
 from covey.protocols import Needs
 from tests.conftest import tiny_llama
 from tests.learner.helpers import batch_of, rows_of
 from tests.learner.test_forward import family
-from tests.learner.test_teacher import samples_of
+from tests.learner.test_teacher import hinted, samples_of
 
 NAMES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"]
 
@@ -90,6 +94,62 @@ def test_each_step_has_its_own_routes() -> None:
     assert {row.response_ids for row in first.rows} <= {answer for _, answer in known}
     learner.annotate(samples_of(second, 1.0), Needs())
     assert not known & {key for key in learner.routing.routes if key[1] is not None}
+
+
+def adapted() -> Any:
+    """A mixture with an adapter that changes its outputs, and so its later routers' choices."""
+    peft = pytest.importorskip("peft")
+    model = family("qwen3_moe")
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+
+
+def test_a_reference_and_a_teacher_choose_their_own_experts() -> None:
+    """Those that share the policy's routers score as in a learner without replay, in every step."""
+    model = adapted()
+    plain, learner = (
+        Learner(model, LearnerConfig(replay_routing=replay), total_updates=1, reference=Reference.of(model))
+        for replay in (False, True)
+    )
+    needs = Needs(reference=True, teacher=True)
+    for seed in (0, 1, 1):
+        samples = samples_of(batch_of(hinted(rows_of(2, 2, seed=seed)), 2, dtype=torch.float32), 1.0)
+        expected, found = (one.annotate(samples, needs) for one in (plain, learner))
+        for name in ("ref_logprobs_RT", "teacher_logprobs_RT"):
+            torch.testing.assert_close(getattr(found, name), getattr(expected, name), atol=1e-5, rtol=0)
+        with torch.no_grad():
+            for router in routers_of(model):
+                router.weight.add_(0.3 * torch.randn_like(router.weight))
+
+
+@pytest.mark.parametrize("compared", ["reference", "initial", "current"])
+def test_a_full_kl_is_to_another_model_with_its_own_experts(compared: str) -> None:
+    """With shared routers as with those of a copy."""
+    found = []
+    for shared in (True, False):
+        model = adapted()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+        other = model if shared else copy.deepcopy(model)
+        other = other if shared or compared != "current" else other.merge_and_unload()
+        role = "reference" if compared == "reference" else "teacher"
+        given: dict[str, Any] = {} if shared and compared == "current" else {role: Reference(other)}
+        config = LearnerConfig(replay_routing=True, micro_batch_size=3)
+        learner = Learner(model, config, total_updates=1, **given)
+        batch = batch_of(hinted(rows_of(2, 3)), 3, dtype=torch.float32)
+        annotated = learner.annotate(samples_of(batch, 1.0), Needs(sample_full_kl=role == "reference"))
+        for one in (model,) if shared else (model, other):
+            torch.manual_seed(3)
+            with torch.no_grad():
+                for router in routers_of(one):
+                    router.weight.add_(0.3 * torch.randn_like(router.weight))
+        algorithm = replace(make("grpo"), teacher=Teacher("full"))
+        if compared == "reference":
+            algorithm = make("grpo", kl_coef=0.1, kl_estimator="full")
+        found.append((learner.update(batch, algorithm)[0], annotated.full_kl_RT))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
+    if compared == "reference":
+        torch.testing.assert_close(found[0][1], found[1][1], atol=1e-5, rtol=0)
 
 
 def test_models_without_such_routers_are_refused() -> None:

@@ -102,6 +102,22 @@ def test_gradient_of_the_full_kl(own: bool, size: int | None, monkeypatch: pytes
     torch.testing.assert_close(found, model.lm_head.weight.grad, atol=1e-7, rtol=0)
 
 
+def test_one_prompt_of_the_policy_and_two_of_the_teacher() -> None:
+    """Two tasks with the same question and different answers, in one micro-batch or in several."""
+    rows = [
+        replace(row, teacher_prompt_ids=(HINT if i < 3 else HINT[::-1]) + row.prompt_ids)
+        for i, row in enumerate(rows_of(1, 6))
+    ]  # fmt: skip
+    found = []
+    for size in (None, 1):
+        model, teacher = (tiny_llama(dtype=torch.float64, initializer_range=0.1, seed=seed) for seed in (0, 1))
+        config = LearnerConfig(micro_batch_size=size)
+        learner = Learner(model, config, total_updates=1, teacher=Reference(teacher))
+        metrics, _ = learner.update(batch_of(rows, 3), replace(make("grpo"), teacher=Teacher("full")))
+        found.append([metrics["distill/kl"], metrics["grad/norm"]])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
 @pytest.mark.parametrize("size", [None, 2])
 def test_gradient_of_the_kl_over_the_most_likely_tokens(size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """K log-probs per token, as an endpoint sends them."""

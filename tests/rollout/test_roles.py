@@ -14,10 +14,13 @@ from covey.agents.environment import EnvironmentAgent
 from covey.algorithms import make
 from covey.algorithms.functional import advantages
 from covey.errors import InputError
+from covey.protocols import Advantages, TokenTrace
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Refill
 from covey.rollout.roles import names_roles, split_roles
+from covey.training.record import step_episodes, step_view
 from covey.training.samples import to_samples
+from covey.training.step import StepResult
 from covey.types import Collected, Episode, Group, StopReason, Task, Turn
 from tests.agents.scripted import Script, scored
 
@@ -127,6 +130,26 @@ def test_a_role_is_compared_with_the_attempts_that_have_it() -> None:
     samples = to_samples(collected([alone, unscored, with_scores(game(1, 2))]), {"given": 1.0})
     assert samples.roles == ((0, "first"), (1, "first"), (2, "first"), (2, "second"))
     assert samples.rewards["given"].tolist() == [1, 0, 1, 2]
+
+
+def test_records_of_episodes_without_a_trained_role() -> None:
+    """The trained player never spoke in the attempts 0 and 2: they have their own scores and no advantage."""
+    moves = turn("first", [1], [5], trained=False), turn("second", [1, 5], [7])
+    both = Episode(TASK, moves, (), given={"first": 1.0, "second": 3.0})
+    quit_early = Episode(TASK, moves[:1], (), given={"first": -1.0})
+    episodes = [with_scores(episode) for episode in (quit_early, both, quit_early)]
+    step = collected(episodes)
+    samples = to_samples(step, {"given": 2.0})
+    assert samples.roles == ((1, "second"),)
+    trace = TokenTrace(*(torch.zeros(samples.mask_RT.shape) for _ in range(3)))
+    for values in (torch.tensor([0.5]), torch.full(samples.mask_RT.shape, 0.5)):
+        result = StepResult(step, samples, Advantages(values), {}, trace)
+        records = step_episodes(result, 0, 3, str)
+        assert [record["total_reward"] for record in records] == [-2.0, 6.0, -2.0]
+        assert [record["advantage"] for record in records] == [None, 0.5, None]
+        assert [len(record["rows"]) for record in records] == [0, 1, 0]
+        view = step_view(result, 0)
+        assert (view.reward, view.advantage) == (-2.0, None)
 
 
 def test_a_role_has_its_own_turn_rewards() -> None:

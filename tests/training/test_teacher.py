@@ -17,14 +17,17 @@ import torch
 
 import covey
 from covey.agents.turns import ChatAgent
-from covey.config.schema import ModelConfig
+from covey.app.teacher import _model_config
+from covey.config.schema import Config, ModelConfig, TeacherConfig
 from covey.errors import InputError, RunFailed
 from covey.models.loading import load_policy, open_source
 from covey.rollout.rendering import Renderer
 from covey.training import teacher as teacher_module
-from covey.training.teacher import TeacherPrompts, privileged
+from covey.training.samples import to_samples
+from covey.training.teacher import TeacherInputs, TeacherPrompts, privileged
 from covey.types import Collected, Episode, Group, Sample, Task
 from tests.conftest import byte_tokenizer
+from tests.rollout.test_roles import turn
 from tests.training.test_resume import EVALUATION, STEP, outcome, train, train_here
 
 SMALL: dict[str, Any] = {
@@ -118,6 +121,24 @@ def test_the_prompt_of_the_teacher() -> None:
     assert found[1].teacher_prompt_ids == ()  # not the agent's first prompt
     with pytest.raises(InputError, match="no episode of this step"):
         prompts.add_to(rows[1:], Collected((group,)))
+
+
+def test_prompts_of_the_teacher_with_rewards_of_roles() -> None:
+    """Rows are numbered by role, and prompts by the task of their episode."""
+    renderer = Renderer(byte_tokenizer())
+    groups = []
+    for name in "ab":
+        task = Task(name, ({"role": "user", "content": name},), name.upper())
+        opening = renderer.prompt(task.messages)
+        turns = (turn("first", [*opening], [5]), turn("second", [*opening, 5], [6]))
+        rewards = {"given": 0.0, "given/first": 1.0, "given/second": -1.0}
+        groups.append(Group(task, (Episode(task, turns, (), rewards=rewards),) * 2))
+    collected = Collected(tuple(groups))
+    samples = to_samples(collected, {"given": 1.0})
+    assert len(samples.roles) == 8
+    inputs = TeacherInputs(TeacherPrompts("{question} {answer}", renderer, ChatAgent()))
+    a, b = (renderer.prompt([{"role": "user", "content": text}]) for text in ("a A", "b B"))
+    assert [row.teacher_prompt_ids for row in inputs.add_to(samples, collected).rows] == [a, a, (), (), b, b, (), ()]
 
 
 # -- Endpoint ----------------------------------------------------------------------------------------------------------
@@ -225,6 +246,10 @@ def test_an_endpoint_with_another_tokenizer_is_refused(vllm: Vllm, tiny_model_fo
     ("settings", "message"),
     [
         ({"algorithm": "gvpo", "teacher.name": "TEACHER"}, "does not go with algorithm=gvpo"),
+        (
+            {"algorithm": "online_dpo", "teacher.name": "TEACHER"},
+            "algorithm=online_dpo\n  its loss compares",
+        ),
         ({"teacher.coef": 0.5}, "settings of a teacher, and no teacher"),
         ({"teacher.name": "nosuch"}, "teacher=nosuch: unknown model"),
         ({"teacher.name": "current"}, "nothing to teach without more to read"),
@@ -254,6 +279,12 @@ def test_mistakes(
     given |= {key: places[value] for key, value in given.items() if value in ("TEACHER", "OTHER")}
     with pytest.raises(InputError, match=message):
         covey.Trainer(model=str(tiny_model_folder), tasks=ROWS, reward=always, **given)
+
+
+def test_a_teacher_in_this_process_is_not_quantized() -> None:
+    config = Config(model=ModelConfig(quantization="nf4"), teacher=TeacherConfig("big", dtype="bfloat16"))
+    model = _model_config(config)
+    assert (model.name, model.dtype, model.quantization) == ("big", "bfloat16", None)
 
 
 # -- Resume ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from covey.rollout.asynchronous import group_from_json, group_to_json
 from covey.telemetry.jsonl import episode_record
 from covey.training.metrics import turn_metrics
 from covey.training.samples import to_samples
-from covey.types import Collected, Episode, Group, StopReason, Task, Turn, Turns
+from covey.types import Collected, Episode, Group, Image, ImageSpan, StopReason, Task, Turn, Turns
 
 TASK = Task("t", ())
 
@@ -73,6 +73,12 @@ def test_states_are_shared_within_a_group() -> None:
     hall, room, room_too, prompt, prompt_too, *others = turns.state_K.tolist()
     assert room == room_too and prompt == prompt_too
     assert len({hall, room, prompt, *others}) == 5
+
+
+def test_prompts_with_different_images_are_different_states() -> None:
+    screens = [ImageSpan(Image(f"digest {n}", b""), 0, 1) for n in (0, 1, 0)]
+    turns, _ = step([scored(turn([9], [5], 1.0, images=(screen,))) for screen in screens])
+    assert turns.state_K.tolist() == [0, 1, 0]
 
 
 def test_a_failed_condition_takes_the_rewards_of_the_turns_away() -> None:

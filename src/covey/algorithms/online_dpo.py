@@ -43,6 +43,7 @@ class OnlineDpo:
         "reject": "a preference holds whichever policy sampled the pair: there is no ratio to reject by",
         "aggregation": "the preference loss compares log-probs of whole answers, summed over tokens",
         "norm": "the preference loss compares log-probs of whole answers, summed over tokens",
+        "teacher": "its loss compares whole answers and has no advantage of single tokens: use algorithm=grpo",
         "loss": "its loss compares the best with the worst answer of a group, chosen by reward: they belong together",
     }
 

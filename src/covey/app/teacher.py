@@ -36,8 +36,9 @@ def with_teacher(algorithm: Algorithm, config: Config) -> Algorithm:
         if teacher != TeacherConfig():
             raise InputError("settings of a teacher, and no teacher\n  name it: teacher=MODEL")
         return algorithm
-    if reason := unsupported(type(algorithm.estimator)).get("teacher"):
-        raise InputError(f"teacher={teacher.name} does not go with algorithm={algorithm.name}\n  {reason}")
+    for part in (algorithm.estimator, algorithm.objective):
+        if reason := unsupported(type(part)).get("teacher"):
+            raise InputError(f"teacher={teacher.name} does not go with algorithm={algorithm.name}\n  {reason}")
     if teacher.name == "initial" and algorithm.needs.reference_every:
         raise InputError(
             "teacher=initial is the start model, which is the reference too, and algorithm.reference_every moves it\n"
@@ -160,7 +161,7 @@ def _check_prompts(config: Config, policy: ModelSource, tasks: Sequence[Task], a
 def _model_config(config: Config) -> ModelConfig:
     assert config.teacher.name is not None
     return dataclasses.replace(
-        config.model, name=config.teacher.name, dtype=config.teacher.dtype, lora=LoraConfig(),
+        config.model, name=config.teacher.name, dtype=config.teacher.dtype, quantization=None, lora=LoraConfig(),
         gradient_checkpointing=False,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ gate and up, together a third of what a layer would keep otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from covey.learner.attention import rotary_attention
 from covey.learner.forward import causal_lm
 from covey.models.families import FUSED_ATTENTION, decoder
+from covey.models.forwards import prepare_to_compile_layers, replaced_forwards
 
 # Of torch's partitioner, which otherwise keeps every input of a matrix product.
 PARTITIONER = {"ban_recompute_materialized_backward": False}
@@ -35,16 +36,10 @@ class CompiledLayers:
     def active(self) -> Iterator[None]:
         """Run the model compiled within this context. Other users of the model, such as the engine, are not
         affected."""
-        torch._dynamo.config.allow_unspec_int_on_nn_module = True  # a layer's index must not cause a recompilation
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        for layer, forward in zip(self.layers, self.forwards, strict=True):
-            layer.forward = forward
-        try:
-            with self.fused.active(), torch._functorch.config.patch(PARTITIONER):
-                yield
-        finally:
-            for layer in self.layers:
-                del layer.forward
+        prepare_to_compile_layers()
+        compiled = replaced_forwards(zip(self.layers, self.forwards, strict=True))
+        with compiled, self.fused.active(), torch._functorch.config.patch(PARTITIONER):
+            yield
 
 
 class FusedLayers:
@@ -57,15 +52,8 @@ class FusedLayers:
             if type(attend).__name__ in FUSED_ATTENTION:
                 self.patches.append((attend, MethodType(_attention, attend)))
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        for module, forward in self.patches:
-            module.forward = forward
-        try:
-            yield
-        finally:
-            for module, _ in self.patches:
-                del module.forward
+    def active(self) -> AbstractContextManager[None]:
+        return replaced_forwards(self.patches)
 
 
 def _attention(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from covey.algorithms.aggregation import divide
 from covey.algorithms.distill import teacher_rows
-from covey.algorithms.ops import effective_sample_size, masked_mean, masked_sum, probability_ratio
+from covey.algorithms.ops import masked_sum
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.errors import InputError, RunFailed
 from covey.learner.attention import packed_attention, select_attention
@@ -31,7 +31,17 @@ from covey.learner.critic import Critic
 from covey.learner.forward import causal_lm
 from covey.learner.layers import CompiledLayers
 from covey.learner.optimizer import MasterAdamW
-from covey.learner.packing import MicroBatch, Packed, pack, passes_of_rank, plan_micro_batches, row_indices
+from covey.learner.outputs import collect, collect_on_cpu, detached, update_metrics
+from covey.learner.packing import (
+    MicroBatch,
+    Packed,
+    Pass,
+    pack,
+    passes_of_rank,
+    plan_micro_batches,
+    row_indices,
+    splits_coupled,
+)
 from covey.learner.parallel import (
     SINGLE_PROCESS,
     Ranks,
@@ -50,14 +60,13 @@ from covey.learner.tower_memory import tower_shapes
 from covey.models.loading import Reference, set_checkpointing
 from covey.models.products import fast_linears
 from covey.models.quantization import is_quantized
-from covey.protocols import Algorithm, Couples, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
-from covey.types import Batch, Sample, Samples, TeacherTop
+from covey.protocols import Algorithm, LossTerm, Metrics, Needs, TokenOutputs, TokenTrace
+from covey.types import Batch, Sample, Samples
 
 if TYPE_CHECKING:
     from covey.models.vision import VisionProcessor
 
 REFERENCE = "reference/"  # of the names of a moving reference's weights in a checkpoint
-Pass = tuple[MicroBatch, bool]  # a forward pass, and whether it counts (packing.passes_of_rank)
 
 
 class NonFiniteError(RunFailed):
@@ -162,11 +171,11 @@ class Learner:
             self._plan_passes(samples.rows)  # with the adapter, if there is one
             assert self.reference is not None, "the algorithm needs a reference policy and none was loaded"
             with self.reference.active() as model:
-                ref_logprobs_RT = self.logprobs(samples.rows, samples.temperature, model)
+                ref_logprobs_RT = self.logprobs(samples.rows, samples.temperature, model, replay=False)
             samples = replace(samples, ref_logprobs_RT=ref_logprobs_RT)
         if needs.teacher and samples.teacher_logprobs_RT is None:  # an endpoint has scored them before
             with nullcontext(self.model) if self.teacher is None else self.teacher.active() as model:
-                teacher_RT = self.logprobs(teacher_rows(samples.rows), samples.temperature, model)
+                teacher_RT = self.logprobs(teacher_rows(samples.rows), samples.temperature, model, replay=False)
             samples = replace(samples, teacher_logprobs_RT=teacher_RT)
         query = TokenQuery(
             logprobs=needs.proximal or needs.sample_full_kl or needs.score_norms,
@@ -194,35 +203,33 @@ class Learner:
             self.reference.move({name: local_part(weight) for name, weight in self.optimizer.working.items()})
         self.reference_steps += 1
 
-    def logprobs(self, rows: Sequence[Sample], temperature: float, model: Any = None) -> Tensor:
+    def logprobs(self, rows: Sequence[Sample], temperature: float, model: Any = None, *, replay: bool = True) -> Tensor:
         """Log-probs of the rows' sampled tokens under a model, by default the policy, [R, T] on the CPU."""
-        return self.outputs(rows, temperature, TokenQuery(), model).logprobs
+        return self.outputs(rows, temperature, TokenQuery(), model, replay=replay).logprobs
 
     @torch.no_grad()
-    def outputs(self, rows: Sequence[Sample], temperature: float, query: TokenQuery, model: Any = None) -> TokenOutputs:
-        """Scores of the rows' sampled tokens, [R, T] on the CPU, without gradient."""
+    def outputs(
+        self,
+        rows: Sequence[Sample],
+        temperature: float,
+        query: TokenQuery,
+        model: Any = None,
+        *,
+        replay: bool = True,
+    ) -> TokenOutputs:
+        """Scores of the rows' sampled tokens, [R, T] on the CPU, without gradient. `replay`: record or replay routes,
+        with `learner.replay_routing`."""
         width = max(len(row.response_ids) for row in rows)
         model = model or self.model
         passes = self._passes(self._plan(rows), rows)
         outputs: list[TokenOutputs] = []  # read only at the end, because reading one waits for the GPU
         for micro_batch, _ in passes:
             packed = pack(rows, micro_batch, self.vision).to(self.device)
-            with self._attending(packed), replaying(self.routing if model is self.model else None, rows, micro_batch):
+            with self._attending(packed), replaying(self.routing if replay else None, rows, micro_batch):
                 shape = (len(row_indices(micro_batch)), width)
                 outputs.append(self._forward(packed, shape, temperature, query, model))
         self._reshard()
-
-        def column(name: str) -> Tensor | None:
-            if getattr(outputs[0], name) is None:
-                return None
-            column_RT = torch.zeros(len(rows), width, dtype=getattr(outputs[0], name).dtype)
-            for out, (micro_batch, counts) in zip(outputs, passes, strict=True):
-                if counts:
-                    column_RT[torch.tensor(row_indices(micro_batch))] = getattr(out, name).cpu()
-            return self.ranks.sum(column_RT)
-
-        columns: dict[str, Any] = {name: column(name) for name in TokenOutputs.__slots__}
-        return TokenOutputs(**columns)
+        return collect_on_cpu(outputs, passes, (len(rows), width), self.ranks)
 
     # -- Forward passes ----------------------------------------------------------------------------------------------
 
@@ -346,6 +353,7 @@ class Learner:
                 entropy_gradient=entropy_gradient,
                 logit_rows=self._logit_rows,
                 teacher=teacher,
+                routing=self.routing,
             ),
         )
 
@@ -362,9 +370,9 @@ class Learner:
     def update(self, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:
         plan = self._plan(batch.rows)
         passes = self._passes(plan, batch.rows)
-        if _splits_coupled(batch, [micro_batch for share in plan for micro_batch in share], algorithm.couples):
+        if splits_coupled(batch, [micro_batch for share in plan for micro_batch in share], algorithm.couples):
             batch = algorithm.first_pass(self.outputs(batch.rows, batch.temperature, TokenQuery()), batch)
-        on_device = _to(batch, self.device)
+        on_device = batch.to(self.device)
         self._zero_grad()
         # Every micro-batch of a full KL calls the reference or the teacher: it is loaded once for all.
         needs = algorithm.needs
@@ -379,7 +387,8 @@ class Learner:
         loss = {name: float(self.ranks.sum(sum_)) for name, sum_ in sums.items()}
         total = sum(loss.values())
         step_metrics = self._step(total)
-        metrics, trace = self._batch_metrics(self._in_batch_order(outputs, passes, on_device), on_device, algorithm)
+        out = collect(outputs, passes, on_device, self.ranks)
+        metrics, trace = update_metrics(out, on_device, algorithm, self.critic)
         return metrics | {f"{name}/loss": x for name, x in loss.items()} | {"loss/total": total} | step_metrics, trace
 
     def _accumulate_gradients(
@@ -402,7 +411,7 @@ class Learner:
                 terms = divide(self._loss(out, on_device.take(index), algorithm), batch)
                 terms = terms if counts else {name: 0 * term for name, term in terms.items()}
                 self.scaler.scale(torch.stack(list(terms.values())).sum()).backward()
-            outputs.append(_detached(out))
+            outputs.append(detached(out))
             losses.append({name: term.detach() for name, term in terms.items()})
         self._reshard()
         return outputs, losses
@@ -410,11 +419,6 @@ class Learner:
     def _teacher_input(self, batch: Batch, micro_batch: MicroBatch, packed: Packed) -> TeacherInput:
         """What the teacher adds to a micro-batch: the same tokens after its own prompts, or its most likely tokens."""
         if batch.teacher_top is None:
-            if self.teacher is None and self.routing is not None:
-                raise InputError(
-                    "learner.replay_routing would give teacher=current the experts of another prompt\n"
-                    "  use teacher.kl=sampled, or teacher=initial"
-                )
             return TeacherInput(self.teacher, pack(teacher_rows(batch.rows), micro_batch).to(self.device))
         row_M = batch.row_R.new_tensor(row_indices(micro_batch))[packed.row_M]
         return TeacherInput(top=batch.teacher_top[row_M, packed.column_M])
@@ -427,39 +431,6 @@ class Learner:
         if self.config.entropy_coef:
             terms["entropy"] = LossTerm(-self.config.entropy_coef * masked_sum(out.entropy, view.mask_RT), "tokens")
         return terms if critic is None else terms | {"value": critic.loss(out, view)}
-
-    def _in_batch_order(self, outputs: Sequence[TokenOutputs], passes: list[Pass], batch: Batch) -> TokenOutputs:
-        """The outputs of all ranks, in the order of the batch's rows."""
-        order = [i for micro_batch, counts in passes if counts for i in row_indices(micro_batch)]
-        row_R = torch.tensor(order, dtype=torch.long).to(self.device)
-
-        def column(name: str) -> Tensor | None:
-            if getattr(outputs[0], name) is None:
-                return None
-            column_RT: Tensor = getattr(outputs[0], name).new_zeros(batch.mask_RT.shape)
-            parts = [getattr(part, name) for part, (_, counts) in zip(outputs, passes, strict=True) if counts]
-            return self.ranks.sum(column_RT.index_copy(0, row_R, torch.cat(parts)) if parts else column_RT)
-
-        logprobs, entropy = column("logprobs"), column("entropy")
-        assert logprobs is not None and entropy is not None
-        return TokenOutputs(logprobs, entropy, column("values"), column("full_kl"), teacher_kl=column("teacher_kl"))
-
-    @torch.no_grad()
-    def _batch_metrics(self, out: TokenOutputs, batch: Batch, algorithm: Algorithm) -> tuple[Metrics, TokenTrace]:
-        mask, log_ratio = batch.mask_RT, out.logprobs - batch.old_logprobs_RT
-        ratio = probability_ratio(out.logprobs, batch.old_logprobs_RT)
-        entropy = masked_mean(out.entropy, mask)
-        columns = (torch.where(mask, x, torch.zeros_like(x)) for x in (batch.advantages_RT, ratio, out.entropy))
-        metrics = {
-            "policy/entropy": entropy,
-            "actor/entropy_loss": entropy,
-            "policy/ratio_mean": masked_mean(ratio, mask),
-            "policy/ratio_max": float(ratio[mask].max()) if bool(mask.any()) else 1.0,
-            "policy/kl_old": masked_mean(-log_ratio, mask),
-            "policy/ess": effective_sample_size(ratio[mask]),
-            **({} if self.critic is None else self.critic.metrics(out, batch)),
-        }
-        return metrics | algorithm.metrics(out, batch), TokenTrace(*(column.float().cpu() for column in columns))
 
     def _zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -557,26 +528,3 @@ class Learner:
             self.critic.load(load_tensors(folder / "critic.safetensors"), counters["critic"])
         self.skipped = counters["skipped"]
         self.skipped_in_a_row = counters["skipped_in_a_row"]
-
-
-def _detached(out: TokenOutputs) -> TokenOutputs:
-    return replace(out, **{name: x.detach() for name in out.__slots__ if (x := getattr(out, name)) is not None})
-
-
-def _splits_coupled(batch: Batch, micro_batches: list[MicroBatch], couples: Couples) -> bool:
-    """Whether episodes, groups or the mini-batch, that the loss couples, are split over micro-batches."""
-    if couples in ("nothing", "batch"):
-        return couples == "batch" and len(micro_batches) > 1
-    unit_R = batch.episode_R if couples == "episodes" else batch.group_N[batch.episode_R]
-    place: dict[int, int] = {}  # unit → its micro-batch
-    return any(
-        place.setdefault(int(unit_R[index]), number) != number
-        for number, micro_batch in enumerate(micro_batches)
-        for index in row_indices(micro_batch)
-    )
-
-
-def _to(batch: Batch, device: torch.device) -> Batch:
-    columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    moved: dict[str, Any] = {name: x.to(device) for name, x in columns.items() if isinstance(x, Tensor | TeacherTop)}
-    return replace(batch, **moved)

@@ -23,15 +23,18 @@ import torch
 from torch import Tensor
 
 from covey.learner.attention import Layout
-from covey.types import ImageSpan, Sample
+from covey.protocols import Couples
+from covey.types import Batch, ImageSpan, Sample
 
 if TYPE_CHECKING:
     from covey.models.image_features import PlacedImages
     from covey.models.vision import Pixels, VisionProcessor
 
 Array = np.ndarray[Any, Any]
+PromptKey = tuple[tuple[int, ...], tuple[ImageSpan, ...], tuple[int, ...] | None]
 PromptGroup = list[int]  # indices of rows that share a prompt
 MicroBatch = list[PromptGroup]  # one forward pass
+Pass = tuple[MicroBatch, bool]  # a forward pass, and whether it counts (`passes_of_rank`)
 MAX_IMBALANCE = 1.25  # a prompt group above this multiple of a rank's average token count is split over ranks
 
 
@@ -86,9 +89,7 @@ def plan_micro_batches(
     return [_first_fit(rows, groups, size, max_rows) for groups in by_rank]
 
 
-def passes_of_rank(
-    plans: list[list[MicroBatch]], rank: int, rows: Sequence[Sample], *, same_count: bool
-) -> list[tuple[MicroBatch, bool]]:
+def passes_of_rank(plans: list[list[MicroBatch]], rank: int, rows: Sequence[Sample], *, same_count: bool) -> list[Pass]:
     """The forward passes of a rank, and whether each counts.
 
     A rank makes at least one pass. With `same_count` all ranks make equally many. The extra passes are over the
@@ -118,12 +119,13 @@ def _first_fit(
 
 
 def _prompt_groups(rows: Sequence[Sample], max_tokens: int, max_rows: int) -> list[PromptGroup]:
-    """Group rows by prompt. A group that exceeds the limits is split."""
-    by_prompt: dict[tuple[tuple[int, ...], tuple[ImageSpan, ...]], list[int]] = {}
+    """Group rows by prompt, that of the policy and that of the teacher. A group that exceeds the limits is split."""
+    by_prompt: dict[PromptKey, list[int]] = {}
     for index, row in enumerate(rows):
-        by_prompt.setdefault((row.prompt_ids, row.prompt_images if row.images else ()), []).append(index)
+        images = row.prompt_images if row.images else ()
+        by_prompt.setdefault((row.prompt_ids, images, row.teacher_prompt_ids), []).append(index)
     groups: list[PromptGroup] = []
-    for (prompt, _), members in by_prompt.items():
+    for (prompt, _, _), members in by_prompt.items():
         group: PromptGroup = []
         length = len(prompt)
         for index in members:
@@ -148,6 +150,19 @@ def _packed_length(row: Sample) -> int:
 
 def row_indices(micro_batch: MicroBatch) -> list[int]:
     return [index for group in micro_batch for index in group]
+
+
+def splits_coupled(batch: Batch, micro_batches: list[MicroBatch], couples: Couples) -> bool:
+    """Whether episodes, groups or the mini-batch, that the loss couples, are split over micro-batches."""
+    if couples in ("nothing", "batch"):
+        return couples == "batch" and len(micro_batches) > 1
+    unit_R = batch.episode_R if couples == "episodes" else batch.group_N[batch.episode_R]
+    place: dict[int, int] = {}  # unit → its micro-batch
+    return any(
+        place.setdefault(int(unit_R[index]), number) != number
+        for number, micro_batch in enumerate(micro_batches)
+        for index in row_indices(micro_batch)
+    )
 
 
 def pack(rows: Sequence[Sample], micro_batch: MicroBatch, vision: VisionProcessor | None = None) -> Packed:

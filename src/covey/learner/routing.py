@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from covey.errors import InputError
 from covey.learner.packing import MicroBatch, row_indices
 from covey.models.families import ROUTERS
+from covey.models.forwards import replaced_forwards
 from covey.types import Sample
 
 Segment = tuple[tuple[int, ...], tuple[int, ...] | None]  # a prompt, and the response to it (None: the prompt itself)
@@ -40,6 +41,7 @@ class RoutingReplay:
             )
         self.routes: dict[Segment, Tensor] = {}  # [tokens, L, K]
         self.recording = False
+        self.is_suspended = False
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -49,6 +51,15 @@ class RoutingReplay:
             yield
         finally:
             self.recording = False
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Passes in this context, of a reference or a teacher that shares the routers, choose experts by themselves."""
+        self.is_suspended = True
+        try:
+            yield
+        finally:
+            self.is_suspended = False
 
     @contextmanager
     def active(self, rows: Sequence[Sample], micro_batch: MicroBatch) -> Iterator[None]:
@@ -65,13 +76,26 @@ class RoutingReplay:
             given = routes_TLK.unbind(1)
         with ExitStack() as patched:
             chosen = [
-                patched.enter_context(_patched(router, one)) for router, one in zip(self.routers, given, strict=True)
+                patched.enter_context(self._patched(router, one))
+                for router, one in zip(self.routers, given, strict=True)
             ]
             yield
         if self.recording:
             routes_TLK = torch.stack([one[-1] for one in chosen], 1).to("cpu", torch.int16)
             parts = routes_TLK.split([length for _, length in segments])
             self.routes |= {segment: part for (segment, _), part in zip(segments, parts, strict=True)}
+
+    @contextmanager
+    def _patched(self, router: Any, given: Tensor | None) -> Iterator[list[Tensor]]:
+        """Within this context the router takes the `given` experts; without, its own, which are added to the list."""
+        forward, chosen = router.forward, list[Tensor]()
+
+        def with_routes(*args: Any, **kwargs: Any) -> Any:
+            with nullcontext() if self.is_suspended else _TopK(given, chosen):
+                return forward(*args, **kwargs)
+
+        with replaced_forwards([(router, with_routes)]):
+            yield chosen
 
 
 def _segments(rows: Sequence[Sample], micro_batch: MicroBatch) -> list[tuple[Segment, int]]:
@@ -82,22 +106,6 @@ def _segments(rows: Sequence[Sample], micro_batch: MicroBatch) -> list[tuple[Seg
         *(((prompt, None), len(prompt)) for prompt in prompts),
         *(((row.prompt_ids, row.response_ids), max(len(row.response_ids) - 1, 0)) for row in answers),
     ]
-
-
-@contextmanager
-def _patched(router: Any, given: Tensor | None) -> Iterator[list[Tensor]]:
-    """Within this context the router takes the `given` experts; without, its own, which are added to the list."""
-    forward, chosen = router.forward, list[Tensor]()
-
-    def with_routes(*args: Any, **kwargs: Any) -> Any:
-        with _TopK(given, chosen):
-            return forward(*args, **kwargs)
-
-    router.forward = with_routes
-    try:
-        yield chosen
-    finally:
-        del router.forward
 
 
 class _TopK(TorchFunctionMode):
@@ -120,3 +128,7 @@ class _TopK(TorchFunctionMode):
 
 def replaying(replay: RoutingReplay | None, rows: Sequence[Sample], micro_batch: MicroBatch) -> Any:
     return nullcontext() if replay is None else replay.active(rows, micro_batch)
+
+
+def suspending(replay: RoutingReplay | None) -> Any:
+    return nullcontext() if replay is None else replay.suspended()

@@ -27,6 +27,7 @@ from covey.learner.forward import (
 from covey.learner.logprobs import FullKl, scaled_logits, top_kl
 from covey.learner.packing import Packed
 from covey.learner.parallel import run_unsharded
+from covey.learner.routing import RoutingReplay, suspending
 from covey.models.loading import Reference
 from covey.types import TeacherTop
 
@@ -76,8 +77,9 @@ def score_tokens(
     entropy_gradient: bool,
     logit_rows: int | None = None,
     teacher: TeacherInput | None = None,
+    routing: RoutingReplay | None = None,
 ) -> TokenScores:
-    """`logit_rows`: tokens whose logits are held at once."""
+    """`logit_rows`: tokens whose logits are held at once. `routing` is of the policy: suspended for other models."""
     logprob_M = entropy_M = zeros_M
     kl_M = value_M = hidden_MD = argmax_M = norm_M = teacher_M = None
     if query.logprobs or (query.values and critic is not None and critic.shared):
@@ -87,10 +89,10 @@ def score_tokens(
         divergences: list[Divergence] = []
         if query.full_kl:
             assert reference is not None, "the full KL needs a reference policy and none was loaded"
-            divergences.append(_full_kl(reference.active, packed, temperature))
+            divergences.append(_full_kl(reference.active, packed, temperature, routing))
         if query.teacher_kl:
             assert teacher is not None, "the KL to the teacher needs a teacher"
-            divergences.append(_teacher_kl(teacher, model, temperature))
+            divergences.append(_teacher_kl(teacher, model, temperature, routing))
         logprob_M, entropy_M, *kls = token_logprobs(
             model,
             hidden_MD,
@@ -114,17 +116,22 @@ def score_tokens(
     return TokenScores(logprob_M, entropy_M, value_M, kl_M, argmax_M, norm_M, teacher_M)
 
 
-def _teacher_kl(teacher: TeacherInput, policy: Any, temperature: float) -> Divergence:
+def _teacher_kl(teacher: TeacherInput, policy: Any, temperature: float, routing: RoutingReplay | None) -> Divergence:
     if teacher.top is not None:
         return (teacher.top.ids, teacher.top.logprobs), top_kl
     assert teacher.packed is not None
     active = partial(nullcontext, policy) if teacher.model is None else teacher.model.active
-    return _full_kl(active, teacher.packed, temperature)
+    return _full_kl(active, teacher.packed, temperature, routing)
 
 
-def _full_kl(active: Callable[[], AbstractContextManager[Any]], packed: Packed, temperature: float) -> Divergence:
+def _full_kl(
+    active: Callable[[], AbstractContextManager[Any]],
+    packed: Packed,
+    temperature: float,
+    routing: RoutingReplay | None,
+) -> Divergence:
     """KL over the whole vocabulary to the model that `active` gives, on its packed sequence."""
-    with torch.no_grad(), active() as other:
+    with torch.no_grad(), suspending(routing), active() as other:
         config = causal_lm(other).config.get_text_config(decoder=True)
         attention = config._attn_implementation  # if this is the policy, its backward pass needs the one it had
         hidden_MD: Tensor = run_unsharded(other, lambda: hidden_states(other, packed))

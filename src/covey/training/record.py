@@ -57,7 +57,7 @@ def step_episodes(
                 attempt=attempt,
                 episode=episode,
                 rewards=episode.rewards,
-                total_reward=float(samples.total_reward()[own].mean()),
+                total_reward=_total_reward(result, own, episode),
                 advantage=_episode_advantage(result, own),
                 tokens=rows,
                 decode=decode,
@@ -69,9 +69,8 @@ def step_episodes(
 def step_view(result: StepResult, index: int) -> EpisodeView:
     """The first attempt at the same task, for the console."""
     number, first = _shown_group(result, index)
-    own = _members(result, first)
-    reward = float(result.samples.total_reward()[own].mean())
-    return episode_view(result.collected.groups[number].episodes[0], reward, _episode_advantage(result, own))
+    own, episode = _members(result, first), result.collected.groups[number].episodes[0]
+    return episode_view(episode, _total_reward(result, own, episode), _episode_advantage(result, own))
 
 
 def _shown_group(result: StepResult, index: int) -> tuple[int, int]:
@@ -82,13 +81,23 @@ def _shown_group(result: StepResult, index: int) -> tuple[int, int]:
 
 
 def _members(result: StepResult, at: int) -> list[int]:
-    """The indices in the samples of an episode of the step: one, or one for each of its roles with a reward."""
-    return [n for n, (episode, _) in enumerate(result.samples.roles) if episode == at] or [at]
+    """The indices in the samples of an episode of the step: one, or one for each of its trained roles, maybe none."""
+    roles = result.samples.roles
+    return [n for n, (episode, _) in enumerate(roles) if episode == at] if roles else [at]
 
 
-def _episode_advantage(result: StepResult, own: list[int]) -> float:
+def _total_reward(result: StepResult, own: list[int], episode: Episode) -> float:
+    """The mean over the roles of an episode; without a trained role, the weighted sum of its scores."""
+    if own:
+        return float(result.samples.total_reward()[own].mean())
+    return sum(weight * (episode.rewards.get(name) or 0.0) for name, weight in result.samples.weights.items())
+
+
+def _episode_advantage(result: StepResult, own: list[int]) -> float | None:
     """The advantage of an episode, the mean over its roles; for a token-level estimator, the mean over its sampled
-    tokens."""
+    tokens. None without a trained role."""
+    if not own:
+        return None
     values = result.advantages.values
     if values.dim() == 1:
         return float(values[own].mean())

@@ -102,8 +102,11 @@ def _turns(groups: Sequence[Group], rows: Sequence[Sample], weight: float) -> Tu
     )
 
 
-def _state(turn: Turn) -> str | tuple[int, ...]:
-    return turn.prompt_ids if turn.state is None else turn.state
+def _state(turn: Turn) -> str | tuple[tuple[int, ...], tuple[str, ...]]:
+    """The named state, or else the prompt: its tokens and images."""
+    if turn.state is not None:
+        return turn.state
+    return turn.prompt_ids, tuple(span.image.digest for span in turn.images)
 
 
 def _paid(episode: Episode) -> list[float]:

@@ -50,7 +50,10 @@ class TeacherPrompts:
         messages, tools = self.agent.opening(task)
         return self.renderer.prompt(privileged(messages, task, self.template), tools)
 
-    def add_to(self, rows: Sequence[Sample], collected: Collected) -> tuple[Sample, ...]:
+    def add_to(
+        self, rows: Sequence[Sample], collected: Collected, roles: Sequence[tuple[int, str]] = ()
+    ) -> tuple[Sample, ...]:
+        """The rows with their teacher prompts. `roles`: `Samples.roles`."""
         tasks = [group.task for group in collected.groups for _ in group.episodes]
         prompts = {
             task.id: (self.renderer.prompt(*self.agent.opening(task)), self.prompt(task))
@@ -58,7 +61,8 @@ class TeacherPrompts:
         }
 
         def with_prompt(row: Sample) -> Sample:
-            first, teacher = prompts[tasks[row.episode].id]
+            owner = roles[row.episode][0] if roles else row.episode
+            first, teacher = prompts[tasks[owner].id]
             return replace(row, teacher_prompt_ids=teacher if row.prompt_ids == first else ())
 
         found = tuple(map(with_prompt, rows))
@@ -179,5 +183,5 @@ class TeacherInputs:
 
     def add_to(self, samples: Samples, collected: Collected) -> Samples:
         if self.prompts is not None:
-            samples = replace(samples, rows=self.prompts.add_to(samples.rows, collected))
+            samples = replace(samples, rows=self.prompts.add_to(samples.rows, collected, samples.roles))
         return samples if self.endpoint is None else self.endpoint.score(samples)

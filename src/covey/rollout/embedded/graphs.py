@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from covey.models.families import FUSED_ATTENTION, FUSED_MLP
+from covey.models.forwards import prepare_to_compile_layers, replaced_forwards
 from covey.rollout.embedded import attention
 from covey.rollout.embedded.cache import KvCache
 from covey.rollout.embedded.gpu_batch import STEPS
@@ -397,23 +398,11 @@ def chunks(spans: Sequence[Span]) -> Iterator[list[Span]]:
         yield chunk
 
 
-class layers_compiled:
+def layers_compiled(layers: Sequence[Any]) -> AbstractContextManager[None]:
     """Run the decoder layers compiled in this context, all with the same code."""
-
-    def __init__(self, layers: Sequence[Any]) -> None:
-        self.layers = layers
-
-    def __enter__(self) -> None:
-        if not self.layers:
-            return
-        torch._dynamo.config.allow_unspec_int_on_nn_module = True
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        for layer in self.layers:
-            layer.forward = torch.compile(layer.forward)
-
-    def __exit__(self, *error: object) -> None:
-        for layer in self.layers:
-            del layer.forward
+    if layers:
+        prepare_to_compile_layers()
+    return replaced_forwards([(layer, torch.compile(layer.forward)) for layer in layers])
 
 
 # -- Fused layers ------------------------------------------------------------------------------------------------------
@@ -436,16 +425,9 @@ class FusedLayers:
             if type(mlp).__name__ in FUSED_MLP and _fuse_mlp(mlp):
                 self.patches.append((mlp, MethodType(_mlp, mlp)))
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Use the fused layers in this context. Each row of their input is one token."""
-        for module, forward in self.patches:
-            module.forward = forward
-        try:
-            yield
-        finally:
-            for module, _ in self.patches:
-                del module.forward
+        return replaced_forwards(self.patches)
 
 
 def _attention(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any) -> Any:
