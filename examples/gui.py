@@ -31,10 +31,8 @@ TEMPLATE = (
 INSTRUCTIONS = FORMATS["thought_action"].instructions(VIEWPORT)  # the system message of agent=gui
 CLICK, END = "Action: click(start_box='(", ")')"
 OPTIONS = {"kinds": ["colour"], "buttons": 4, "varied": True, "viewport": list(VIEWPORT), "max_turns": 1}
-BOX = """selector => { const r = document.querySelector(selector).getBoundingClientRect();
-    return [r.left, r.top, r.right, r.bottom] }"""
 BUTTONS = """all => all.map(button => { const r = button.getBoundingClientRect();
-    return `${button.ariaLabel} ${Math.trunc((r.left + r.right) / 2)},${Math.trunc((r.top + r.bottom) / 2)}` }).join(' ')"""
+    return [button.ariaLabel, [r.left, r.top, r.right, r.bottom]] })"""
 
 
 def write_data(folder, counts, seed):
@@ -52,25 +50,36 @@ def write_data(folder, counts, seed):
         page = browser.new_page(viewport={"width": VIEWPORT[0], "height": VIEWPORT[1]})
         for name, part in parts.items():
             rows = [row(page, task, folder, f"{name}-{n}") for n, task in enumerate(part)]
-            for file, lines in zip(files[name], zip(*rows, strict=True), strict=True):
+            said, asked = [demo for demos, _ in rows for demo in demos], [task for _, task in rows]
+            for file, lines in zip(files[name], (said, asked), strict=True):
                 if file is not None:
                     (folder / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         browser.close()
 
 
 def row(page, task, folder, name):
-    """The page as a demonstration, and as a task."""
+    """Demonstrations of the page, one for each of its buttons, and the page as a task."""
     page.set_content(task.columns["html"])
     shot = f"screens/{name}.png"
     page.screenshot(path=folder / shot)
+    buttons = page.eval_on_selector_all("button", BUTTONS)
+    names = " ".join(name for name, _ in buttons)
+    demos = [demonstration(name, box, names, shot) for name, box in buttons]
     (step,) = task.columns["solution"]
-    left, top, right, bottom = page.evaluate(BOX, step["selector"])
-    asked = {"type": "text", "text": task.messages[-1]["content"]}
-    user = {"role": "user", "content": [asked, {"type": "image", "image": shot}]}
-    said = f"Thought: {page.eval_on_selector_all('button', BUTTONS)}\n"  # what is where; then only one is copied
-    said += f"{CLICK}{int((left + right) / 2)},{int((top + bottom) / 2)}{END}"
+    right = dict(buttons)[page.get_attribute(step["selector"], "aria-label")]
+    return demos, {"messages": [user(task.messages[-1]["content"], shot)], "bbox": right}
+
+
+def user(text, shot):
+    return {"role": "user", "content": [{"type": "text", "text": text}, {"type": "image", "image": shot}]}
+
+
+def demonstration(name, box, names, shot):
+    """What a perfect player says: the buttons in reading order, and where the right one is."""
+    at = f"{int((box[0] + box[2]) / 2)},{int((box[1] + box[3]) / 2)}"
+    said = f"Thought: {names}: {name} {at}\n{CLICK}{at}{END}"
     system, reply = {"role": "system", "content": INSTRUCTIONS}, {"role": "assistant", "content": said}
-    return {"messages": [system, user, reply]}, {"messages": [user], "bbox": [left, top, right, bottom]}
+    return {"messages": [system, user(f"Click the {name} button.", shot), reply]}
 
 
 def write_tokenizer(folder, texts):
@@ -140,11 +149,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("pages"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--demos", type=int, default=4000, help="demonstrations for covey sft")
+    parser.add_argument("--demos", type=int, default=4000, help="pages for covey sft, with a demonstration for each button")
     parser.add_argument("--train", type=int, default=1000, help="screenshots for covey train")
     parser.add_argument("--val", type=int, default=200, help="held-out screenshots")
     args = parser.parse_args()
 
     write_data(args.folder, (args.demos, args.train, args.val), args.seed)
     weights = write_model(args.folder / "model", texts_of(args.folder / "demos.jsonl"), args.seed)
-    print(f"{args.folder}: {args.demos} demonstrations, {args.train} + {args.val} tasks, {weights:,} weights")
+    print(f"{args.folder}: demonstrations on {args.demos} pages, {args.train} + {args.val} tasks, {weights:,} weights")
