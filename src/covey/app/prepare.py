@@ -22,6 +22,7 @@ from covey.app.checks import (
     digest_rewards,
     digest_tasks,
     pick_engine,
+    resolve_offload,
     sampling_is_cut,
 )
 from covey.app.cluster import check_cluster, resolve_cluster
@@ -232,13 +233,15 @@ def _resolve_devices(
     """The configuration with the chosen engine and the resolved cluster, the reason for the engine, and warnings."""
     engine, reason = pick_engine(config, source)
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, name=engine))
-    resolved, warnings = resolve_cluster(config)
-    warnings = [*warnings, *(missing.collect(lambda: check_engine(resolved)) or [])]
+    config, warnings = resolve_cluster(config)
+    warnings = [*warnings, *(missing.collect(lambda: check_engine(config)) or [])]
+    config, idle = missing.collect(lambda: resolve_offload(config)) or (config, [])
+    warnings += idle
     if training:
-        missing.collect(lambda: check_cluster(resolved))
-    if training and resolved.agent.name == "gateway":
-        missing.collect(lambda: check_gateway(resolved))
-    return resolved, reason, warnings
+        missing.collect(lambda: check_cluster(config))
+    if training and config.agent.name == "gateway":
+        missing.collect(lambda: check_gateway(config))
+    return config, reason, warnings
 
 
 def user_algorithm_class(name: str) -> type | None:
