@@ -342,21 +342,40 @@ def _unreadable(image: Image, error: Exception) -> ImageMistake:
 
 def picture_size(image: Image, max_pixels: int | None = None) -> tuple[int, int]:
     """Width and height of `picture`, from the file's header alone."""
-    picture = _opened(image, max_pixels)
-    width, height = picture.size
-    return (height, width) if picture.getexif().get(ORIENTATION, 1) >= 5 else (width, height)
+    opened = _opened(image, max_pixels)
+    width, height = opened.size
+    return (height, width) if _orientation(opened, image) in SWAPPED else (width, height)
 
 
-ORIENTATION = 0x0112  # EXIF; 5 to 8 swap width and height
+ORIENTATION = 0x0112  # EXIF
+SWAPPED = (5, 6, 7, 8)  # orientations that swap width and height
+
+
+def _orientation(opened: Any, image: Image) -> int:
+    """How the camera was held, 1 to 8, as the file's header says. Nothing is decoded; other values count as 1."""
+    header = opened.info.get("exif")
+    if not isinstance(header, bytes):  # also a text of that name
+        return 1
+    exif = require_pillow().Exif()
+    try:
+        exif.load(header)
+        value = exif.get(ORIENTATION)
+    except Exception as error:  # of various types
+        raise _unreadable(image, error) from error
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
 def picture(image: Image, max_pixels: int | None = None) -> Any:
     """The decoded picture, a PIL image in RGB, turned as its camera says."""
     opened = _opened(image, max_pixels)
+    turn = require_pillow().Transpose
+    turns = {
+        **{2: turn.FLIP_LEFT_RIGHT, 3: turn.ROTATE_180, 4: turn.FLIP_TOP_BOTTOM, 5: turn.TRANSPOSE},
+        **{6: turn.ROTATE_270, 7: turn.TRANSVERSE, 8: turn.ROTATE_90},
+    }
+    orientation = _orientation(opened, image)
     try:
-        from PIL import ImageOps
-
-        return ImageOps.exif_transpose(opened).convert("RGB")
+        return (opened.transpose(turns[orientation]) if orientation > 1 else opened).convert("RGB")
     except Exception as error:  # decoders raise various errors for broken files
         raise _unreadable(image, error) from error
 

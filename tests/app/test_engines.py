@@ -72,6 +72,27 @@ def test_settings_without_effect_on_the_embedded_engine_are_said(tiny_model_fold
     assert any(text.startswith(f"{setting.partition('=')[0]} has no effect") for text in found.warnings)
 
 
+@pytest.mark.parametrize(
+    ("words", "offloads"),
+    [
+        (["rollout=embedded"], False),
+        (["rollout=vllm", "rollout.devices=[1]"], False),
+        (["rollout=vllm"], True),
+        (["rollout=embedded", "cluster=ray"], True),
+        (["rollout=vllm", "cluster=ray", "cluster.rollout_devices=1"], False),
+    ],
+)
+def test_weights_are_offloaded_only_for_an_engine_of_its_own_on_the_same_gpu(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], offloads: bool
+) -> None:
+    monkeypatch.setattr("covey.models.loading.pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = compose([*words, "learner.offload_weights=true"], algorithms=algorithm_schemas()).config
+    resolved, warnings = checks.resolve_offload(config)
+    assert resolved.learner.offload_weights == offloads
+    assert ["learner.offload_weights has no effect" in text for text in warnings] == [True] * (not offloads)
+
+
 def test_gpus_are_the_learners_and_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("covey.models.loading.pick_device", lambda name: torch.device(name))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

@@ -6,6 +6,7 @@ import base64
 import importlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import yaml
 from huggingface_hub.errors import HfHubHTTPError
 
 import covey
-from covey.app.model_card import hub_name, modelfile, not_for_gguf
+from covey.app.model_card import hide_folders, hub_name, model_card, modelfile, not_for_gguf
 from covey.cli.main import main
 from covey.evaluation.statistics import wilson
 from tests.cli.test_export import loaded, logits_of
@@ -54,7 +55,11 @@ def trained(folder: Path, model: Path, *settings: str) -> Path:
 
 
 def test_a_dry_run_writes_the_model_and_its_card(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path,
+    tiny_model_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "HfApi", None)  # nothing is asked of the hub
     out = tmp_path / "out"
@@ -70,14 +75,19 @@ def test_a_dry_run_writes_the_model_and_its_card(
     assert "| `learner.lr` | `0.001` |" in card and '| `data.system_prompt` | `"Sort it."` |' in card
     assert "learner.beta1" not in card, "it has its default"
     assert "covey train --config covey.yaml" in card
-    assert str(run.parent) not in card and "/model" not in card.split("## Reproduce")[0], "no folders of this machine"
+    repeat = (out / "covey.yaml").read_text()
+    assert "name: ./model\n" in repeat
+    for path in {str(run), str(run.parents[2]), str(tiny_model_folder.parent), str(Path.home())}:
+        assert path not in card and path not in repeat, "no folders of this machine"
+    monkeypatch.chdir(tmp_path)
+    Path("model").symlink_to(tiny_model_folder)
     repeated = ["train", "--config", str(out / "covey.yaml"), "--validate-only"]
     assert main(repeated) == 0
 
 
 def test_the_card_has_the_evaluation_of_these_weights(run: Path, tmp_path: Path) -> None:
     assert main(["push", str(run), "me/x", "--dry-run", str(tmp_path / "best")]) == 0
-    assert main(["push", str(run / "checkpoints/step-000001"), "me/x", "--dry-run", str(tmp_path / "first")]) == 0
+    assert main(["push", str(run / "checkpoints/step-1"), "me/x", "--dry-run", str(tmp_path / "first")]) == 0
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluations = {record["step"]: record["metrics"] for record in records if record["kind"] == "eval"}
     best = (tmp_path / "best/README.md").read_text()
@@ -122,6 +132,11 @@ def test_the_modelfile_and_the_names_of_base_models(tmp_path: Path) -> None:
     assert modelfile(config, adapter=False) == (
         'FROM ./model.gguf\nPARAMETER num_predict 7\nPARAMETER stop "\\""\nSYSTEM """Be brief."""\n'
     )
+    quoted = {"rollout.max_tokens": 7, "data.system_prompt": 'Write """docs""".\nFROM ./other.gguf\nEnd with """'}
+    text = modelfile(quoted, adapter=False)
+    assert text.count('"""') == 2 and text.index("FROM ./other") < text.rindex('"""')
+    quoted["data.system_prompt"] = 'Say "yes"'
+    assert modelfile(quoted, adapter=False).endswith('SYSTEM """Say "yes" """\n')
     assert hub_name("smollm2-135m") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert hub_name("Qwen/Qwen3-4B@abc") == "Qwen/Qwen3-4B"
     assert hub_name("/home/someone/my-model") == "my-model"
@@ -129,6 +144,46 @@ def test_the_modelfile_and_the_names_of_base_models(tmp_path: Path) -> None:
     assert "MambaForCausalLM is not among" in str(not_for_gguf(tmp_path))
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     assert not_for_gguf(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("/home/me/model", "./model"),
+        ("~/runs/a/", "./a/"),
+        ("../data/train.jsonl", "./train.jsonl"),
+        ("python /home/me/agent.py --log=/tmp/log", "python agent.py --log=log"),
+        ("mcp:stdio:python /srv/tools/server.py", "mcp:stdio:python server.py"),
+        (["/srv/rewards.py:score"], ["./rewards.py:score"]),
+        *((same, same) for same in ("Qwen/Qwen3-4B", "http://host:80/v1/chat", "data/train.jsonl", "/think", 3, None)),
+    ],
+)
+def test_settings_are_shown_without_folders_of_this_machine(value: Any, shown: Any) -> None:
+    tree = {"one": value, "data": {"system_prompt": "You are in /home/user/work", "stop": ["/a/b"]}}
+    assert hide_folders(tree) == tree | {"one": shown}
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize(
+    ("where", "tag", "loader"),
+    [
+        (None, "text-generation", "AutoModelForCausalLM"),
+        ("folder", "image-text-to-text", "AutoModelForImageTextToText"),
+        ("checkpoints/step-000002/model", "image-text-to-text", "AutoModelForImageTextToText"),
+    ],
+)
+def test_a_model_that_sees_images_says_so(
+    run: Path, tmp_path: Path, adapter: bool, where: str | None, tag: str, loader: str
+) -> None:
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    (copied / "folder").mkdir()
+    if adapter:
+        (copied / "folder/adapter_config.json").write_text("{}")
+    if where is not None:
+        (copied / where / "preprocessor_config.json").write_text("{}")
+    card = model_card(copied, 2, copied / "folder", "me/x")
+    assert f"pipeline_tag: {tag}\n" in card
+    assert (f"{loader}.from_pretrained(" if adapter else f"pipeline('{tag}', 'me/x')") in card
 
 
 @pytest.mark.parametrize(

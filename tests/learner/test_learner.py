@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import math
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from covey.learner.learner import Learner, NonFiniteError
 from covey.learner.optimizer import learning_rate
 from covey.models.loading import Reference
 from covey.protocols import LossTerm, Needs
+from covey.training.step import Pipeline, Schedule, publish
 from covey.types import Batch, Samples
 from tests.algorithms.helpers import WITHOUT_CRITIC
 from tests.conftest import tiny_llama
@@ -331,6 +334,14 @@ def test_offload_weights_moves_them_to_cpu_memory_while_the_engine_samples(
         learner.reload()
         learner.reload()  # no effect: already loaded
     assert moves == (["cpu", "cuda:1"] if offloads else [])
+
+
+@pytest.mark.parametrize("owns_weights", [True, False])
+def test_weights_that_the_engine_samples_with_are_never_offloaded(owns_weights: bool) -> None:
+    engine = Mock(owns_weights=owns_weights, publish=AsyncMock(), resume=AsyncMock())
+    learner, schedule = Mock(), Schedule(None, 1, {}, 1.0, 8)
+    asyncio.run(publish(Pipeline(Mock(), learner, Mock(), engine, schedule, MagicMock()), 1))
+    assert learner.offload.called == owns_weights
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="weights leave a GPU, and there is none")

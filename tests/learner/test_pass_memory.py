@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,14 +22,20 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from covey.algorithms import make
+from covey.algorithms import algorithm_schemas, make
+from covey.app import models
+from covey.app.cluster import ActorSpec
+from covey.app.models import LongestRow
+from covey.app.prepare import make_algorithm
+from covey.config import compose
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.errors import InputError
 from covey.learner import pass_memory
 from covey.learner.learner import Learner
+from covey.learner.parallel import SINGLE_PROCESS
 from covey.learner.pass_memory import CPU_TOKENS, MOST_TOKENS, Demand, PassMemory, PassShapes, largest
 from covey.memory import GIB
-from covey.models.loading import Reference, set_checkpointing
+from covey.models.loading import Reference, open_source, parameter_count, set_checkpointing
 from covey.protocols import Needs
 from covey.types import Samples
 from tests.conftest import tiny_llama
@@ -320,6 +328,62 @@ def test_states_are_counted_before_and_after_they_exist() -> None:
         learner.update(batch_of(rows_of(1, 2), 2, dtype=torch.float32), make("grpo"))
         assert pass_memory.device_memory(cpu, [model], [optimizer])[1] == each * count
         assert optimizer.pending_bytes() == (4 * count if dtype == torch.float32 else 0)
+
+
+@pytest.mark.parametrize(
+    ("demand", "same", "loaded"),
+    [
+        (Demand(answer=64), False, 0),
+        (Demand(answer=64, full_kl=True), False, 1),
+        (Demand(answer=64, full_kl=True, teacher_kl=True), False, 2),
+        (Demand(answer=64, full_kl=True, teacher_kl=True), True, 1),
+    ],
+)
+def test_offloaded_models_that_updates_load_are_planned(
+    monkeypatch: pytest.MonkeyPatch, demand: Demand, same: bool, loaded: int
+) -> None:
+    """On a GPU, whose free memory does not show them."""
+    reference, teacher = Reference(tiny_llama()), Reference(tiny_llama())
+    reference.offload = teacher.offload = True
+    options: dict[str, Any] = {"reference": reference, "teacher": reference if same else teacher}
+    learner = Learner(tiny_llama(), LearnerConfig(micro_batch_tokens=64), total_updates=1, **options)
+    monkeypatch.setattr(Learner, "device", torch.device("cuda"))
+    monkeypatch.setattr("covey.learner.learner.device_memory", lambda *_: (80 * GIB, GIB))
+    monkeypatch.setattr(PassMemory, "undecided", False)
+    learner.plan_memory(demand)
+    assert learner._memory is not None
+    assert learner._memory.states - GIB == loaded * sum(p.nbytes for p in reference.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("words", "copies", "teachers"),
+    [
+        ([], 1, 0),
+        (["algorithm.kl_coef=0.1"], 2, 0),
+        (["algorithm.kl_coef=0.1", "learner.offload_reference=true"], 1, 0),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=full", "learner.offload_reference=true"], 2, 0),
+        (["teacher.name=MODEL"], 1, 1),
+        (["teacher.name=MODEL", "learner.offload_reference=true"], 1, 0),
+        (["teacher.name=MODEL", "learner.offload_reference=true", "teacher.kl=full"], 1, 1),
+        (["teacher.name=initial"], 2, 0),
+        (["teacher.name=current"], 1, 0),
+        (["teacher.name=MODEL", "teacher.url=http://host/v1"], 1, 0),
+    ],
+)
+def test_a_reference_and_a_teacher_count_before_they_are_loaded(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], copies: int, teachers: int
+) -> None:
+    found: dict[str, Any] = {}
+    words = [word.replace("MODEL", str(tiny_model_folder)) for word in words]
+    composed = compose([f"model={tiny_model_folder}", "algorithm=grpo", *words], algorithms=algorithm_schemas())
+    source, algorithm = open_source(composed.config.model), make_algorithm(composed.config)
+    spec = ActorSpec(composed.config, algorithm, source, 1, LongestRow(8, 8))
+    memory = Mock(total_memory=80 * GIB)
+    monkeypatch.setattr("covey.models.loading.pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    monkeypatch.setattr(pass_memory, "check_states", lambda config, **sizes: found.update(sizes))
+    models._check_states(spec, composed.config.model, composed.config.learner, SINGLE_PROCESS)
+    assert (found["copies"], found["teacher"]) == (copies, teachers * 2 * parameter_count(source))
 
 
 def test_a_sliding_window_decides_whether_attention_is_flash() -> None:

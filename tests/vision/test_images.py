@@ -16,6 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image as Pillow
+from PIL import ImageOps
 
 from covey.errors import InputError
 from covey.images import (
@@ -119,10 +120,12 @@ def test_broken_and_foreign_files_are_refused_with_their_row() -> None:
             picture(image_of_bytes(data, "train.jsonl, line 3"))
 
 
-def test_a_decompression_bomb_is_refused_before_it_is_decoded() -> None:
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+def chunk(kind: bytes, body: bytes) -> bytes:
+    """A part of a PNG file."""
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
+
+def test_a_decompression_bomb_is_refused_before_it_is_decoded() -> None:
     for side in (30_000, 12_000):  # the second is below the limit of PIL, and above ours
         header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
         data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
@@ -145,6 +148,35 @@ def test_a_picture_is_turned_as_its_camera_says() -> None:
     plain.save(encoded, "JPEG", exif=exif)
     image = image_of_bytes(encoded.getvalue())
     assert picture_size(image) == picture(image).size == (16, 24)
+
+
+@pytest.mark.parametrize("orientation", [*range(10), "text"])
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
+def test_any_orientation_gives_the_same_size_before_and_after_decoding(format: str, orientation: Any) -> None:
+    number = isinstance(orientation, int)
+    field = struct.pack("<HHI", 0x0112, 3 if number else 2, 1 if number else 4)
+    field += struct.pack("<I", orientation) if number else b"six\0"
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 1) + field + bytes(4)
+    encoded = io.BytesIO()
+    Pillow.open(io.BytesIO(drawn(24, 16))).save(encoded, format, exif=exif)
+    image = image_of_bytes(encoded.getvalue())
+    turned = picture(image)
+    assert picture_size(image) == turned.size == ((16, 24) if orientation in (5, 6, 7, 8) else (24, 16))
+    if orientation in range(1, 9):
+        expected = ImageOps.exif_transpose(Pillow.open(io.BytesIO(image.data))).convert("RGB")
+        assert (np.asarray(turned) == np.asarray(expected)).all()
+
+
+def test_damage_is_reported_as_an_image_that_cannot_be_read() -> None:
+    """The size needs the header only; damaged pixels are found when they are decoded."""
+    with_exif = PNG[:33] + chunk(b"eXIf", b"no such header") + PNG[33:]
+    for read in (picture_size, picture):
+        with pytest.raises(ImageMistake, match="not a readable image"):
+            read(image_of_bytes(with_exif))
+    damaged = PNG[:33] + chunk(b"IDAT", b"no pixels") + chunk(b"IEND", b"")
+    assert picture_size(image_of_bytes(damaged)) == picture(image_of_bytes(PNG)).size
+    with pytest.raises(ImageMistake, match="not a readable image"):
+        picture(image_of_bytes(damaged))
 
 
 def test_only_the_last_images_are_kept() -> None:

@@ -19,6 +19,7 @@ from covey.models.families import vision_family
 from covey.models.loading import load_policy, open_source
 from covey.models.vision import VisionProcessor, rope_positions
 from covey.rollout.rendering import Renderer, TemplateError
+from covey.types import Image, ImageFile
 from tests.vision.tiny import FAMILIES, GRIDS, an_image, asking, drawn, tiny_vlm, vlm_folder
 
 SIZES = [(24, 16), (16, 40), (90, 30), (31, 33), (7, 7), (200, 3)]
@@ -200,6 +201,24 @@ def test_a_large_cache_of_pixels_forgets_the_oldest(monkeypatch: pytest.MonkeyPa
         vision.pixels(an_image(seed=seed))
     assert list(vision._pixels) == [an_image(seed=1).digest, an_image(seed=3).digest]
     np.testing.assert_array_equal(vision.pixels(an_image(seed=1))["pixel_values"], one["pixel_values"])
+
+
+def test_contents_of_files_are_kept_up_to_a_limit_and_not_counted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from covey.models import vision as module
+
+    vision = processor_of("qwen2_vl")
+    files = [ImageFile(str(tmp_path / f"{n}.png")) for n in range(5)]
+    for n, file in enumerate(files):
+        Path(file.path).write_bytes(drawn(seed=n))
+    counted: list[Image] = []
+    monkeypatch.setattr(module, "PIXEL_BYTES", sum(Path(file.path).stat().st_size for file in files[2:]))
+    monkeypatch.setattr(vision._files, "_size", lambda image: counted.append(image) or len(image.data))
+    for file in files * 2:
+        assert vision._loaded(file).data == Path(file.path).read_bytes()
+    assert list(vision._files) == [file.path for file in files[2:]]
+    assert len(counted) <= 2 * 2 * len(files)  # each when it comes and when it goes
 
 
 @pytest.mark.parametrize(("width", "height"), [(100, 50), (24, 16), (8, 64), (640, 480)])

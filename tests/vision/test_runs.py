@@ -16,7 +16,7 @@ import covey.training.step
 from covey.app.checks import check_vision
 from covey.cli.main import main
 from covey.config.schema import Config
-from covey.errors import InputError
+from covey.errors import InputError, RunFailed
 from covey.images import image_of_bytes
 from covey.models.loading import open_source
 from covey.telemetry.jsonl import read_episodes
@@ -81,6 +81,28 @@ def test_a_critic_sees_the_images(model: Path) -> None:
     run = covey.train(model=str(model), tasks=rows(), reward=vowels, algorithm="ppo", **SMALL)
     steps = [json.loads(line) for line in (Path(run.path) / "metrics.jsonl").read_text().splitlines()]
     assert [step["metrics"]["optim/skipped"] for step in steps if step["kind"] == "step"] == [0, 0]
+
+
+def test_an_image_that_the_model_cannot_see_fails_only_its_episode(model: Path) -> None:
+    class Strip:
+        """Shows the odd tasks an image of 900 to 3 pixels."""
+
+        def reset(self, task: Any) -> Any:
+            strip = {"type": "image", "image": drawn(900, 3)}
+            return [{"role": "user", "content": [strip]}] if task.answer == "odd" else task.messages
+
+        def step(self, reply: Any) -> Any:
+            return covey.Done(reward=1.0)
+
+        def end(self, reason: str) -> Any:
+            return covey.Done(reward=0.0)
+
+    tasks = [{**row, "answer": "odd" if n == 0 else "a"} for n, row in enumerate(rows(2))]
+    run = covey.train(model=str(model), tasks=tasks, agent=Strip, algorithm="grpo", **SMALL)
+    (step, _) = [json.loads(x)["metrics"] for x in (Path(run.path) / "metrics.jsonl").read_text().splitlines()][:2]
+    assert step["episodes/failed/image"] == 3
+    with pytest.raises(RunFailed, match=r"absolute aspect ratio(.|\n)*likely fix: look at the images"):
+        covey.train(model=str(model), tasks=tasks[:1], agent=Strip, algorithm="grpo", **SMALL)
 
 
 @pytest.mark.slow

@@ -43,15 +43,15 @@ def test_by_file_on_disk_and_in_memory(tmp_path: Path, memory: bool) -> None:
 
 
 def test_folders_of_killed_runs_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A live run holds the lock of its folder. A folder of a vLLM engine has no lock and stays."""
+    """A live run holds the lock of its folder. A folder without a lock stays: a run may be about to lock it."""
     monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path)
     killed, lock = files.locked_weights_folder(1)
     lock.close()
     alive, held = files.locked_weights_folder(1)
     assert not killed.exists()
-    (tmp_path / "covey-weights-vllm").mkdir()
+    (tmp_path / "covey-weights-new").mkdir()
     mine, lock = files.locked_weights_folder(1)
-    assert {path.name for path in tmp_path.iterdir()} == {alive.name, mine.name, "covey-weights-vllm"}
+    assert {path.name for path in tmp_path.iterdir()} == {alive.name, mine.name, "covey-weights-new"}
     held.close()
     lock.close()
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from covey.errors import InputError
-from covey.weights import vllm
+from covey.weights import files, vllm
 from covey.weights.buckets import buckets, unpacked
 from covey.weights.files import file_digest, write_weights
 from covey.weights.names import named_weights
@@ -89,6 +89,27 @@ def test_a_file_is_whole_and_has_a_checksum(tmp_path: Path) -> None:
     assert file_digest(path) == digest
     found = load_file(path)
     assert all(torch.equal(found[name], weight) for name, weight in model.named_parameters())
+
+
+def test_a_file_of_a_killed_run_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path)
+    seen = []
+
+    async def call(command: str, **arguments: Any) -> None:
+        seen.append(Path(arguments["path"]).parent)
+        raise RuntimeError("vLLM died")
+
+    killed, alive, mine = (vllm.VllmFileTransport() for _ in range(3))
+    for transport in (killed, alive, mine):
+        with pytest.raises(RuntimeError, match="vLLM died"):
+            asyncio.run(transport.publish(tiny_llama(), 1, {0: call}))
+        if transport is killed:
+            assert transport._lock is not None
+            transport._lock.close()  # as the end of its process does
+    assert [folder.exists() for folder in seen] == [False, True, True]
+    for transport in (alive, mine):
+        transport.close()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("size", [8192, 20_000, 1 << 20])

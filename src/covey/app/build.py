@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # torch and transformers take seconds to import
     from covey.training.evaluate import Evaluator
     from covey.training.folder import RunFolder
     from covey.training.run import Run
+    from covey.training.step import Pipeline
 
 Note = Callable[[str], None]
 
@@ -77,7 +78,6 @@ def _assemble(
 
     from covey.telemetry import report_activity
     from covey.training.run import Run
-    from covey.training.step import Pipeline
 
     config = prepared.config
     if checkpoint is not None:
@@ -114,17 +114,7 @@ def _assemble(
     return Run(
         config=config,
         folder=folder,
-        pipeline=Pipeline(
-            source,
-            learner,
-            prepared.algorithm,
-            engine,
-            _schedule(prepared),
-            telemetry,
-            _learner_thread(learner, resources) if is_async(config) else None,
-            publish_every(config),
-            open_teacher_inputs(config, collector.renderer, prepared.agent, resources),
-        ),
+        pipeline=_make_pipeline(prepared, source, learner, engine, telemetry, resources),
         learner=learner,
         engine=engine,
         source=source,
@@ -138,6 +128,30 @@ def _assemble(
         best=checkpoint.state["best"] if checkpoint is not None else None,
         services=services(prepared.agent),
         resources=resources.pop_all(),
+    )
+
+
+def _make_pipeline(
+    prepared: Prepared,
+    source: TrainingSource,
+    learner: Learner,
+    engine: RolloutEngine,
+    telemetry: Telemetry,
+    resources: ExitStack,
+) -> Pipeline:
+    from covey.training.step import Pipeline
+
+    config = prepared.config
+    return Pipeline(
+        source,
+        learner,
+        prepared.algorithm,
+        engine,
+        _schedule(prepared),
+        telemetry,
+        _learner_thread(learner, resources) if is_async(config) else None,
+        publish_every(config),
+        open_teacher_inputs(config, source.collector.renderer, prepared.agent, resources),
     )
 
 

@@ -6,6 +6,7 @@ Checks return warnings and raise InputError about mistakes.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -138,7 +139,7 @@ def pick_engine(config: Config, source: ModelSource | None) -> tuple[str, str]:
 
 def check_engine(config: Config) -> list[str]:
     """Settings that the chosen engine does not support."""
-    rollout, offloads = config.rollout, config.learner.offload_weights
+    rollout = config.rollout
     if rollout.name == "vllm":
         require_vllm()
         if rollout.devices is not None and len(set(rollout.devices)) != rollout.tensor_parallel:
@@ -146,21 +147,32 @@ def check_engine(config: Config) -> list[str]:
                 f"rollout.devices={list(rollout.devices)} and rollout.tensor_parallel={rollout.tensor_parallel}: "
                 f"one copy of the model takes {rollout.tensor_parallel} GPUs\n  give that number of devices"
             )
-        gpus = engine_gpus(config)
-        if offloads and not shares_gpu(config, gpus):
-            return ["learner.offload_weights has no effect: vllm is not on the learner's GPU"]
+        engine_gpus(config)
         return []
     if rollout.tensor_parallel > 1:
         raise InputError(
             f"rollout.tensor_parallel={rollout.tensor_parallel}: the embedded engine samples on the learner's GPU\n"
             "  use rollout=vllm, or leave it at 1"
         )
-    warnings = []
     if rollout.devices is not None:
-        warnings.append("rollout.devices has no effect: the embedded engine samples where the learner works")
-    if offloads:
-        warnings.append("learner.offload_weights has no effect: the embedded engine samples with the learner's weights")
-    return warnings
+        return ["rollout.devices has no effect: the embedded engine samples where the learner works"]
+    return []
+
+
+def resolve_offload(config: Config) -> tuple[Config, list[str]]:
+    """Turn learner.offload_weights off, with a warning, unless the engine has its own weights on the learner's GPU."""
+    if not config.learner.offload_weights or (why := _nothing_to_offload(config)) is None:
+        return config, []
+    learner = dataclasses.replace(config.learner, offload_weights=False)
+    return dataclasses.replace(config, learner=learner), [f"learner.offload_weights has no effect: {why}"]
+
+
+def _nothing_to_offload(config: Config) -> str | None:
+    if config.cluster.name == "ray":
+        return None if config.cluster.rollout_devices is None else "the engines have GPUs of their own"
+    if config.rollout.name != "vllm":
+        return "the embedded engine samples with the learner's weights"
+    return None if shares_gpu(config, engine_gpus(config)) else "vllm is not on the learner's GPU"
 
 
 def check_opponents(config: Config, source: ModelSource | None, *, custom: bool) -> None:

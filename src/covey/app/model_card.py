@@ -4,6 +4,8 @@ folder: base model, data, reward, algorithm, settings, curve, evaluation with in
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ CONFIG = "covey.yaml"  # the run's configuration in the repository
 SHOWN = ("data.", "agent.", "reward.", "algorithm.", "rollout.", "learner.", "critic.", "model.", "mode.", "seed")
 HIDDEN = ("model.name", "model.device", "algorithm.name", "data.train_files", "data.val_files")
 LONGEST = 120  # characters of a value in the table
+TEXTS = ("system_prompt", "stop")  # settings that the model reads or writes: nothing in them is a path
+FOLDERS = re.compile(r"""(?<![\w/.~-])(?:file://)?(?:~|\.\.)?/(?:[^\s/'"]+/)+(?=[^\s/'"])""")  # before a name
 # Text models of transformers that llama.cpp's convert_hf_to_gguf.py reads.
 GGUF = frozenset(
     {
@@ -44,6 +48,8 @@ def model_card(run: Path, step: int, folder: Path, repo: str, evaluations: Seque
     info, summary, config = read_run(run), summarise(run), settings_of(run)
     base = hub_name(config["model.name"])
     adapter = (folder / "adapter_config.json").is_file()
+    sees = _sees_images(run, folder)
+    command = " ".join(shlex.split(info["command"])[:2])
     reward = f" with the reward {code(info['trained_reward'])}" if info["trained_reward"] else ""
     trained = (
         f"{plain(base)} trained with **{plain(info['algorithm'])}** on {plain(info['task'])}{reward}, "
@@ -56,22 +62,43 @@ def model_card(run: Path, step: int, folder: Path, repo: str, evaluations: Seque
         "versions: " + plain(", ".join(f"{name} {text}" for name, text in info.get("versions", {}).items())),
     ]
     blocks = [
-        [_front_matter(base, str(info["algorithm"]), adapter)],
+        [_front_matter(base, str(info["algorithm"]), adapter, sees=sees)],
         [f"# {plain(repo.rpartition('/')[2])}", "", trained],
         ["![reward and held-out accuracy](curve.png)"],
         ["## Evaluation", "", *_evaluation(info, config, read_history(run), step)],
         *([f"### {plain(path.name)}", "", (path / "results.md").read_text().strip()] for path in evaluations),
         ["## Training", "", *(f"- {fact}" for fact in facts), "", *_settings_table(config, str(info["algorithm"]))],
-        ["## Reproduce", "", block(f"covey train --config {CONFIG}", "sh"), "", f"The run: {code(info['command'])}"],
-        ["## Use", "", block(_usage(repo, base, adapter), "python")],
+        ["## Reproduce", "", block(f"{command} --config {CONFIG}", "sh")],
+        ["## Use", "", block(_usage(repo, base, adapter, sees=sees), "python")],
         ["## llama.cpp and Ollama", "", *_conversion(folder, base, adapter)],
     ]
     return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
 
 
 def settings_of(run: Path) -> dict[str, Any]:
-    """The run's settings by dotted name, without secrets."""
-    return flatten(hide_settings(load_yaml(run / "config.yaml")))
+    """The run's settings by dotted name, without secrets and folders of this machine."""
+    return flatten(public_settings(run))
+
+
+def public_settings(run: Path) -> dict[str, Any]:
+    """The run's configuration without secrets and folders of this machine."""
+    tree: dict[str, Any] = hide_folders(hide_settings(load_yaml(run / "config.yaml")))
+    return tree
+
+
+def hide_folders(tree: Any) -> Any:
+    """Settings with the last part of every absolute path alone, as a path: a model `./NAME` is in a folder."""
+    if isinstance(tree, Mapping):
+        return {key: value if key in TEXTS else hide_folders(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [hide_folders(value) for value in tree]
+    return FOLDERS.sub(lambda path: "" if path.start() else "./", tree) if isinstance(tree, str) else tree
+
+
+def _sees_images(run: Path, folder: Path) -> bool:
+    """Whether it is a vision-language model. An adapter in `folder` may have no image processor; a checkpoint has."""
+    name = "preprocessor_config.json"
+    return (folder / name).is_file() or any(run.glob(f"checkpoints/*/model/{name}"))
 
 
 def hub_name(model: str) -> str:
@@ -82,10 +109,10 @@ def hub_name(model: str) -> str:
     return Path(model).name if is_folder else model.partition("@")[0]
 
 
-def _front_matter(base: str, algorithm: str, adapter: bool) -> str:
+def _front_matter(base: str, algorithm: str, adapter: bool, *, sees: bool) -> str:
     fields: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "image-text-to-text" if sees else "text-generation",
         "tags": ["covey", "reinforcement-learning", algorithm],
     }
     if "/" in base:
@@ -127,11 +154,19 @@ def _settings_table(config: Mapping[str, Any], algorithm: str) -> list[str]:
     return ["| setting | value |", "|---|---|", *lines] if lines else ["All settings have their defaults."]
 
 
-def _usage(repo: str, base: str, adapter: bool) -> str:
+def _usage(repo: str, base: str, adapter: bool, *, sees: bool) -> str:
     if adapter:
+        auto = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
         return (
-            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
-            f"model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), {repo!r})"
+            f"from peft import PeftModel\nfrom transformers import {auto}\n\n"
+            f"model = PeftModel.from_pretrained({auto}.from_pretrained({base!r}), {repo!r})"
+        )
+    if sees:
+        return (
+            "from transformers import pipeline\n\n"
+            f"generate = pipeline('image-text-to-text', {repo!r})\n"
+            "content = [{'type': 'image', 'image': 'picture.png'}, {'type': 'text', 'text': '...'}]\n"
+            "print(generate(text=[{'role': 'user', 'content': content}])[0]['generated_text'][-1])"
         )
     return (
         "from transformers import pipeline\n\n"
@@ -159,8 +194,10 @@ def modelfile(config: Mapping[str, Any], adapter: bool) -> str:
     lines = ["FROM ./base.gguf\nADAPTER ./adapter.gguf" if adapter else "FROM ./model.gguf"]
     lines += [f"PARAMETER num_predict {config['rollout.max_tokens']}"]
     lines += [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in config.get("rollout.stop") or ()]
-    if config.get("data.system_prompt"):
-        lines += [f'SYSTEM """{config["data.system_prompt"]}"""']
+    if prompt := config.get("data.system_prompt"):
+        # Three quotes end the text wherever they are, and there is no way to escape them.
+        prompt = prompt.replace('"""', "'''") + (" " if prompt.endswith('"') else "")
+        lines += [f'SYSTEM """{prompt}"""']
     return "\n".join(lines) + "\n"
 
 

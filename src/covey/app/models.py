@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from covey.app.checks import check_training, engine_gpus, shares_gpu
-from covey.app.teacher import load_teacher
+from covey.app.teacher import load_teacher, teacher_bytes
 from covey.config.schema import Config, LearnerConfig, LoraConfig, ModelConfig
 from covey.protocols import RolloutEngine
 
@@ -97,16 +97,19 @@ def _check_states(prepared: BuildSpec, model: ModelConfig, plan: LearnerConfig, 
     if device.type != "cuda" or plan.parallel == "fsdp" or model.quantization is not None:
         return
     adapter = model.lora.rank > 0 or source.adapter is not None
-    reference = prepared.algorithm.needs.reference and not adapter and not plan.offload_reference
-    critic = prepared.algorithm.needs.values and not prepared.config.critic.shared
+    needs, initial = prepared.algorithm.needs, prepared.config.teacher.name == "initial"
+    loaded = needs.full_kl or (initial and needs.teacher_kl)  # during updates, wherever it is otherwise
+    start = (needs.reference or initial) and not adapter and (loaded or not plan.offload_reference)
+    critic = needs.values and not prepared.config.critic.shared
     weights = parameter_count(source)
     check_states(
         plan,
         weights=weights,
         trained=trained_count(source, model) + (weights if critic else 0),
-        copies=1 + reference + critic + (bool(prepared.config.agent.opponents) and not adapter),
+        copies=1 + start + critic + (bool(prepared.config.agent.opponents) and not adapter),
         itemsize=pick_dtype(model.dtype, device).itemsize,
         memory=torch.cuda.get_device_properties(device).total_memory,
+        teacher=teacher_bytes(prepared.config, device) if needs.teacher_kl or not plan.offload_reference else 0,
     )
 
 
@@ -132,6 +135,8 @@ def _demand(prepared: BuildSpec, policy: Any) -> Demand:
         sampled=row.sampled,
         refuse=True,
         images=row.images,
+        full_kl=prepared.algorithm.needs.full_kl,
+        teacher_kl=prepared.algorithm.needs.teacher_kl,
     )
     ray = config.cluster.name == "ray"
     if not row.sampled or (ray and config.cluster.rollout_devices is not None):

@@ -22,6 +22,7 @@ from covey.app.checks import (
     digest_rewards,
     digest_tasks,
     pick_engine,
+    resolve_offload,
     sampling_is_cut,
 )
 from covey.app.cluster import check_cluster, resolve_cluster
@@ -161,22 +162,11 @@ def prepare(
     toolbox = missing.collect(lambda: make_toolbox(config, sandbox, tools))
     missing.collect(lambda: check_logging(config.logging))
     environment = missing.collect(lambda: find_environment(config))
-    task_set = tasks or missing.collect(lambda: find_tasks(config, environment))
-    if task_set is None:
-        task_set = TaskSet((), (), reward=default_reward(config.data), description="(files not here)")
-    elif training and not task_set.train:
-        raise nothing_to_train_on(config.data)
-    missing.collect(lambda: check_browser(config, task_set))
+    task_set = _open_tasks(config, environment, tasks, missing, training=training)
     source = missing.collect(lambda: open_model(config, tokenizer))
     config, reason, warnings = _resolve_devices(config, source, missing, training=training)
     algorithm = make_algorithm(config)
-    if training and algorithm.needs.values and config.critic.model is not None:
-        missing.collect(lambda: check_critic(config, source))
-    if source is not None:
-        if training:
-            check_reference(source, algorithm)
-            missing.collect(lambda: check_training(config, adapter=source.adapter is not None))
-        use_template(source.tokenizer, config.agent.template)
+    _check_models(config, source, algorithm, missing, training=training)
     check_vision(config, source, [(task.where, task.messages) for task in (*task_set.train, *task_set.validation)])
     player = find_agent(config, toolbox, source, environment, agent)
     if training:
@@ -197,14 +187,8 @@ def prepare(
     if training and config.teacher.name is not None:
         missing.collect(lambda: check_teacher(config, source, task_set.train, player))
     warnings += missing.warnings(tolerate=tolerate_absent)
-    contents = {
-        "training tasks": digest_tasks(task_set.train),
-        "validation tasks": digest_tasks(task_set.validation),
-        "rewards": digest_rewards(rewards),
-    }
-    contents |= digest_objects(
-        agent=agent, tools=tools, tokenizer=tokenizer, algorithm=user_algorithm_class(config.algorithm.name)
-    )
+    objects = {"agent": agent, "tools": tools, "tokenizer": tokenizer}
+    contents = _digests(task_set, rewards, **objects, algorithm=user_algorithm_class(config.algorithm.name))
     return Prepared(
         config=config,
         tree=composed.tree,
@@ -226,19 +210,58 @@ def prepare(
     )
 
 
+def _open_tasks(
+    config: Config, environment: Any, tasks: TaskSet | None, missing: MissingResources, *, training: bool
+) -> TaskSet:
+    """The tasks that were given, or those of the settings; none if their files are missing."""
+    found = tasks or missing.collect(lambda: find_tasks(config, environment))
+    if found is None:
+        found = TaskSet((), (), reward=default_reward(config.data), description="(files not here)")
+    elif training and not found.train:
+        raise nothing_to_train_on(config.data)
+    missing.collect(lambda: check_browser(config, found))
+    return found
+
+
+def _check_models(
+    config: Config, source: ModelSource | None, algorithm: Algorithm, missing: MissingResources, *, training: bool
+) -> None:
+    """Check the policy and the critic, and give the policy's tokenizer the chat template of the settings."""
+    if training and algorithm.needs.values and config.critic.model is not None:
+        missing.collect(lambda: check_critic(config, source))
+    if source is None:
+        return
+    if training:
+        check_reference(source, algorithm)
+        missing.collect(lambda: check_training(config, adapter=source.adapter is not None))
+    use_template(source.tokenizer, config.agent.template)
+
+
+def _digests(tasks: TaskSet, rewards: RewardSet, **objects: Any) -> dict[str, str]:
+    """Hashes of what settings refer to by name."""
+    found = {
+        "training tasks": digest_tasks(tasks.train),
+        "validation tasks": digest_tasks(tasks.validation),
+        "rewards": digest_rewards(rewards),
+    }
+    return found | digest_objects(**objects)
+
+
 def _resolve_devices(
     config: Config, source: ModelSource | None, missing: MissingResources, *, training: bool
 ) -> tuple[Config, str, list[str]]:
     """The configuration with the chosen engine and the resolved cluster, the reason for the engine, and warnings."""
     engine, reason = pick_engine(config, source)
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, name=engine))
-    resolved, warnings = resolve_cluster(config)
-    warnings = [*warnings, *(missing.collect(lambda: check_engine(resolved)) or [])]
+    config, warnings = resolve_cluster(config)
+    warnings = [*warnings, *(missing.collect(lambda: check_engine(config)) or [])]
+    config, idle = missing.collect(lambda: resolve_offload(config)) or (config, [])
+    warnings += idle
     if training:
-        missing.collect(lambda: check_cluster(resolved))
-    if training and resolved.agent.name == "gateway":
-        missing.collect(lambda: check_gateway(resolved))
-    return resolved, reason, warnings
+        missing.collect(lambda: check_cluster(config))
+    if training and config.agent.name == "gateway":
+        missing.collect(lambda: check_gateway(config))
+    return config, reason, warnings
 
 
 def user_algorithm_class(name: str) -> type | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.app.model_card import CONFIG, model_card, modelfile, not_for_gguf, settings_of
+import yaml
+
+from covey.app.model_card import CONFIG, model_card, modelfile, not_for_gguf, public_settings, settings_of
 from covey.errors import InputError
 from covey.telemetry.charts import draw_curve
 
@@ -18,7 +19,8 @@ def write_card(run: Path, folder: Path, repo: str, *, step: int, evaluations: Se
     """Add the card, the curve, the configuration and a Modelfile to a folder with the run's model."""
     (folder / "README.md").write_text(model_card(run, step, folder, repo, evaluations), encoding="utf-8")
     draw_curve(run, folder / "curve.png")
-    shutil.copyfile(run / "config.yaml", folder / CONFIG)
+    config = yaml.safe_dump(public_settings(run), sort_keys=False, allow_unicode=True)
+    (folder / CONFIG).write_text(config, encoding="utf-8")
     if not_for_gguf(folder) is None:
         adapter = (folder / "adapter_config.json").is_file()
         (folder / "Modelfile").write_text(modelfile(settings_of(run), adapter), encoding="utf-8")

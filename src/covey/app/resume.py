@@ -373,7 +373,7 @@ def _adapted(prepared: PreparedRun, checkpoint: Checkpoint, changes: Sequence[Ch
 
 def find_model(name: str) -> Path:
     """The folder with the weights: a run's best checkpoint, a named checkpoint (verified), or a model folder."""
-    path = Path(name).expanduser()
+    path = checkpoint_folder(Path(name).expanduser())
     if not path.is_dir():
         raise InputError(f"there is no folder {name}\n  name a run (outputs/DATE/TIME) or one of its checkpoints")
     if is_run(name) and path == run_of(path):

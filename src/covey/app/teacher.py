@@ -17,6 +17,8 @@ from covey.storage import text_or_file
 from covey.types import Task
 
 if TYPE_CHECKING:
+    import torch
+
     from covey.algorithms import Algorithm
     from covey.app.models import BuildSpec
     from covey.learner.parallel import Ranks
@@ -177,10 +179,10 @@ def load_teacher(prepared: BuildSpec, start: Reference | None, ranks: Ranks, *, 
             "teacher=current with teacher.kl=full runs the policy twice in one pass, which sharded weights do not "
             "support\n  use teacher.kl=sampled, or learner.parallel=ddp"
         )
-    if config.teacher.name in (None, "current") or config.teacher.url is not None:
-        return None
     if config.teacher.name == "initial":
         return start
+    if not _is_loaded(config.teacher):
+        return None
     source, plan = open_source(_model_config(config)), _model_config(config)
     if ranks.device is not None:
         plan = dataclasses.replace(plan, device="cpu" if sharded else str(ranks.device))
@@ -188,6 +190,21 @@ def load_teacher(prepared: BuildSpec, start: Reference | None, ranks: Ranks, *, 
     if source.adapter is not None:
         model = model.merge_and_unload()
     return Reference(model, offload=config.learner.offload_reference)
+
+
+def _is_loaded(teacher: TeacherConfig) -> bool:
+    """Whether it is a model of its own in this process."""
+    return teacher.name not in (None, *SELF) and teacher.url is None
+
+
+def teacher_bytes(config: Config, device: torch.device) -> int:
+    """Of a teacher that is a model of its own in this process, from its configuration alone; otherwise 0."""
+    from covey.models.loading import open_source, parameter_count, pick_dtype
+
+    if not _is_loaded(config.teacher):
+        return 0
+    model = _model_config(config)
+    return parameter_count(open_source(model)) * pick_dtype(model.dtype, device).itemsize
 
 
 def open_teacher_inputs(config: Config, renderer: Renderer, agent: Agent, resources: ExitStack) -> TeacherInputs | None:

@@ -52,7 +52,15 @@ from covey.learner.parallel import (
     should_shard,
     training_bytes,
 )
-from covey.learner.pass_memory import CPU_TARGET, Demand, PassMemory, PassPlan, PassShapes, device_memory
+from covey.learner.pass_memory import (
+    CPU_TARGET,
+    Demand,
+    PassMemory,
+    PassPlan,
+    PassShapes,
+    device_memory,
+    offloaded_bytes,
+)
 from covey.learner.routing import RoutingReplay, replaying
 from covey.learner.saving import check_finite, load_state, load_tensors, save_model, save_state, save_tensors
 from covey.learner.token_scores import TeacherInput, TokenQuery, score_tokens
@@ -257,7 +265,8 @@ class Learner:
         optimizers = [self.optimizer, *(self.critic.optimizers.values() if self.critic is not None else ())]
         others = dict.fromkeys(other for other in (self.reference, self.teacher) if other and not other.adapter)
         total, states = device_memory(self.device, [*models, *(other.model for other in others)], optimizers)
-        states += 0 if gpu else int(demand.copied)  # a GPU holds it already
+        # A GPU holds the engine's copy already, but not yet the models that updates load.
+        states += offloaded_bytes(demand, self.reference, self.teacher) if gpu else int(demand.copied)
         common: dict[str, Any] = {"gpu": gpu, "tensor_parallel": self.config.tensor_parallel, "gathered": self.sharded}
         memory = PassMemory(
             (

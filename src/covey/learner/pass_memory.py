@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,6 +38,9 @@ from covey.learner.parallel import local_part
 from covey.memory import GIB, gpu_free, machine_memory
 from covey.models.families import decoder
 from covey.models.quantization import is_quantized
+
+if TYPE_CHECKING:
+    from covey.models.loading import Reference
 
 MOST_TOKENS = 10_240  # of a pass on a GPU: larger ones are hardly faster
 CPU_TOKENS = 8192  # of a pass on a CPU, halved until it fits
@@ -66,6 +69,8 @@ class Demand:
     engine_share: float = 0.0  # of the whole GPU that another process takes
     copied: float = 0.0  # bytes of a copy of the policy for the engine
     images: int | None = None  # tokens of images in the longest row; None: at most those of the prompt
+    full_kl: bool = False  # every update loads the reference
+    teacher_kl: bool = False  # every update loads the teacher
 
     @property
     def longest(self) -> int:
@@ -339,14 +344,23 @@ def device_memory(device: torch.device, models: Sequence[Any], optimizers: Seque
     return machine_memory(), weights + sum(optimizer.state_bytes() for optimizer in optimizers)
 
 
-def check_states(config: LearnerConfig, *, weights: int, trained: int, copies: int, itemsize: int, memory: int) -> None:
+def offloaded_bytes(demand: Demand, reference: Reference | None, teacher: Reference | None) -> int:
+    """Bytes of models in CPU memory that an update loads for all its passes. Both may be the same model."""
+    loaded = {id(one): one for one in (demand.full_kl and reference, demand.teacher_kl and teacher) if one}
+    return sum(p.nbytes for one in loaded.values() if one.offload for p in one.model.parameters())
+
+
+def check_states(
+    config: LearnerConfig, *, weights: int, trained: int, copies: int, itemsize: int, memory: int, teacher: int = 0
+) -> None:
     """Refuse a model whose weights and states alone exceed a GPU, before they are loaded. `weights`, `trained`: numbers
-    of parameters; `copies`: models of `weights` parameters on the GPU, with the reference; `itemsize`: of a weight."""
+    of parameters; `copies`: models of `weights` parameters on the GPU, with the reference; `itemsize`: of a weight;
+    `teacher`: bytes of another model."""
     half = itemsize == 2
     gradient = 4 if half and not config.offload_optimizer else itemsize
     moments = 2 if config.optimizer == EIGHT_BIT else 8
     states = 0 if config.offload_optimizer else moments + (4 if half else 0)
-    needed = copies * itemsize * weights + trained * (gradient + states)
+    needed = copies * itemsize * weights + trained * (gradient + states) + teacher
     if needed > memory:
         raise InputError(
             f"{needed / GIB:.0f} GiB of weights, gradients and optimiser states do not fit into the GPU's "

@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -31,10 +31,31 @@ from covey.models.families import VisionFamily
 from covey.models.folder import MAIN, explain_errors, read_object
 from covey.types import Image, ImageFile, ImageSpan, Prompt
 
-PIXEL_BYTES = 512 * 2**20  # of prepared images that are kept
-LOADED = 4096  # images of files whose sizes are kept
+PIXEL_BYTES = 512 * 2**20  # of prepared images that are kept, and of the contents of files
 
+T = TypeVar("T")
 Pixels = dict[str, Tensor]  # arguments of the model's `get_image_features`
+
+
+class _Recent(Generic[T]):
+    """The values used last, up to PIXEL_BYTES in all, or one."""
+
+    def __init__(self, size: Callable[[T], int]) -> None:
+        self._size = size
+        self._kept: OrderedDict[str, T] = OrderedDict()
+        self._bytes = 0  # of all values that are kept
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def get(self, key: str, make: Callable[[], T]) -> T:
+        if key not in self._kept:
+            self._kept[key] = make()
+            self._bytes += self._size(self._kept[key])
+        self._kept.move_to_end(key)
+        while len(self._kept) > 1 and self._bytes > PIXEL_BYTES:
+            self._bytes -= self._size(self._kept.popitem(last=False)[1])
+        return self._kept[key]
 
 
 class VisionProcessor:
@@ -47,8 +68,8 @@ class VisionProcessor:
         self.config = config
         self.token_id = int(config.image_token_id)
         self.placeholder = str(tokenizer.convert_ids_to_tokens(self.token_id))
-        self._pixels: OrderedDict[str, Pixels] = OrderedDict()
-        self._files: OrderedDict[str, Image] = OrderedDict()
+        self._pixels: _Recent[Pixels] = _Recent(lambda pixels: sum(tensor.nbytes for tensor in pixels.values()))
+        self._files: _Recent[Image] = _Recent(lambda image: len(image.data))
         self._lock = threading.Lock()  # the engine prepares images on its own thread
 
     @cached_property
@@ -79,12 +100,7 @@ class VisionProcessor:
         if isinstance(image, Image):
             return image
         with self._lock:
-            if image.path not in self._files:
-                self._files[image.path] = load(image)
-            self._files.move_to_end(image.path)
-            while len(self._files) > 1 and sum(len(i.data) for i in self._files.values()) > PIXEL_BYTES:
-                self._files.popitem(last=False)
-            return self._files[image.path]
+            return self._files.get(image.path, lambda: load(image))
 
     def _tokens_of(self, image: Image) -> tuple[list[int], tuple[int, int] | None]:
         """The ids that stand for an image, and its grid of tokens."""
@@ -156,15 +172,7 @@ class VisionProcessor:
     def pixels(self, image: Image) -> Pixels:
         """One image as the vision tower takes it. The most recent ones are kept."""
         with self._lock:
-            if image.digest not in self._pixels:
-                self._pixels[image.digest] = self._prepared(image)
-            self._pixels.move_to_end(image.digest)
-            while len(self._pixels) > 1 and self._size_of_pixels() > PIXEL_BYTES:
-                self._pixels.popitem(last=False)
-            return self._pixels[image.digest]
-
-    def _size_of_pixels(self) -> int:
-        return sum(tensor.nbytes for pixels in self._pixels.values() for tensor in pixels.values())
+            return self._pixels.get(image.digest, lambda: self._prepared(image))
 
     def _prepared(self, image: Image) -> Pixels:
         decoded = picture(image, self.max_pixels)

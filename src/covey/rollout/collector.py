@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from covey.errors import EpisodeError, InputError, RunFailed, describe_error
+from covey.images import ImageMistake
 from covey.protocols import Agent, Curriculum, Reward, RolloutEngine
 from covey.redact import hide
 from covey.rollout.policy import EpisodePolicy
@@ -121,6 +122,8 @@ class Collector:
             message = f"{type(error).__name__}: {error}"
             if deadline.expired():  # otherwise the agent raised it
                 cause, message = "timeout", f"the episode took longer than agent.max_seconds={self.max_seconds:g}"
+        except ImageMistake as error:  # of an environment, a tool or a program: only this episode fails
+            cause, message = "image", str(error)
         except (InputError, RunFailed):
             raise  # a user's mistake or a dead engine ends the run
         except EpisodeError as error:
@@ -135,6 +138,8 @@ class Collector:
         try:
             async with asyncio.timeout(self.max_seconds):
                 tables = await self.reward.group(task, episodes)
+        except ImageMistake as error:
+            failure = Failure("image", hide(str(error)))
         except (InputError, RunFailed):
             raise
         except TimeoutError:
@@ -345,6 +350,7 @@ _LIKELY_FIX = {
     "search": "check that the search server responds, and its key",
     "sandbox": "see covey doctor: no sandbox could be started",
     "mcp": "check that the tool server responds",
+    "image": "look at the images that tools and environments return; those of data files: covey data check FILE",
     "environment": "run the environment once by hand; it raised in every episode",
     "environment_timeout": "raise agent.tool_seconds: reset or step took longer in every episode",
     "browser": "see the message; try the page with covey sample agent=gui, or lower agent.pages_per_browser",

@@ -124,7 +124,8 @@ async def publish(pipeline: Pipeline, version: int, *, now: bool = True) -> None
     with pipeline.stages.stage("publish"):
         if now:
             await pipeline.engine.publish(pipeline.learner.weights(), version=version)
-        pipeline.learner.offload()
+        if pipeline.engine.owns_weights:  # otherwise it samples with the learner's
+            pipeline.learner.offload()
         await pipeline.engine.resume()
     pipeline.source.policy_updated(version)
 

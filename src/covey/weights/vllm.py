@@ -10,13 +10,13 @@ import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from covey.weights.buckets import BUCKET, buckets, cuda_handle, from_cuda_handle, unpacked
-from covey.weights.files import weights_folder, write_weights
+from covey.weights.files import locked_weights_folder, write_weights
 from covey.weights.names import named_weights
 from covey.weights.transport import Lost
 
@@ -29,11 +29,13 @@ class VllmFileTransport:
 
     def __init__(self) -> None:
         self.folder: Path | None = None
+        self._lock: IO[str] | None = None  # marks the folder as in use
 
     async def publish(self, source: Any, version: int, receivers: Mapping[int, Call]) -> Lost:
         """`source` is the learner's module. Adapters are merged into copies."""
         if self.folder is None:
-            self.folder = weights_folder(sum(p.numel() * p.element_size() for p in source.parameters()))
+            size = sum(p.numel() * p.element_size() for p in source.parameters())
+            self.folder, self._lock = locked_weights_folder(size)
         manifest = await asyncio.to_thread(write_weights, named_weights(source), self.folder, version)
         for call in receivers.values():
             await call("load_file", path=manifest.path, digest=manifest.digest)
@@ -43,6 +45,8 @@ class VllmFileTransport:
     def close(self) -> None:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
 
 
 class CudaIpcTransport:

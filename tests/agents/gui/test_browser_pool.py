@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from covey.agents.gui.pool import BrowserFailed, BrowserLost, BrowserPool
+from covey.agents.gui.pool import BrowserFailed, BrowserLost, BrowserPool, start_in_worker
 
 
 class FakePage:
@@ -178,3 +181,16 @@ def test_waiting_for_a_browser_stops_the_clock_of_the_episode() -> None:
 
     asyncio.run(run())
     assert waits == ["stopped", "running", "stopped", "running", "playing"]
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_browser_without_a_worker_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: str(tmp_path / "browser"))
+    (tmp_path / "browser").mkdir()
+    error = asyncio.CancelledError() if cancelled else OSError("too many processes")
+    with pytest.raises(type(error)):
+        asyncio.run(start_in_worker(Mock(session=AsyncMock(side_effect=error)), "chromium"))
+    assert not list(tmp_path.iterdir())

@@ -165,11 +165,13 @@ async def start_in_worker(workers: WorkerPool, executable: str) -> WorkerBrowser
     """Start a browser in a worker of its own. Its files are in a folder that only this user can read."""
     short = len(tempfile.gettempdir()) < MAX_TEMP
     folder = Path(tempfile.mkdtemp(prefix="covey-browser-", dir=None if short else "/tmp"))  # noqa: S108 - only ours
-    session = await workers.session()
+    session: WorkerSession | None = None
     try:
+        session = await workers.session()
         await session.make(BROWSER, executable, str(folder), seconds=START_SECONDS)
     except BaseException as error:
-        await session.close()
+        if session is not None:
+            await session.close()
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, WorkerError):
             raise BrowserFailed("browser", f"{executable} does not start: {error}") from error
