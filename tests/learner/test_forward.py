@@ -84,7 +84,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # of every compared family o
     "seed_oss": ("SeedOssConfig", {}),
 }
 GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # layers and sizes with other names, and views of what attention returns
+# Layers and sizes with other names, and views of what attention returns.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", GPT2),
     "opt": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
     "ctrl": ("CTRLConfig", GPT2 | {"dff": 64}),

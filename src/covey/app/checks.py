@@ -252,6 +252,11 @@ def _check_filter(config: Config, algorithm: Algorithm, rewards: RewardSet) -> l
         return []
     if config.rollout.group_size < 2:
         raise InputError("algorithm.filter_groups compares the attempts at a task: rollout.group_size must be over 1")
+    if config.teacher.name is not None and config.teacher.alone:
+        raise InputError(
+            "algorithm.filter_groups drops groups by their rewards, and with teacher.alone=true rewards are not "
+            "trained on\n  algorithm.filter_groups=false"
+        )
     metric = group_filter.filter_metric
     if metric is not None and metric not in rewards.names:
         raise unknown("reward in algorithm.filter_metric", metric, rewards.names)
