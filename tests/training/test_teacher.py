@@ -218,6 +218,20 @@ def test_an_endpoint_with_another_tokenizer_is_refused(vllm: Vllm, tiny_model_fo
         run(tiny_model_folder, 1, **{"teacher.name": "big", "teacher.url": vllm.url})
 
 
+def test_an_endpoint_that_is_down_is_reported_and_the_run_has_failed(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(teacher_module, "MAX_PAUSE", 0.01)
+    logging = {"to": ["console"], "output_dir": str(tmp_path)}
+    settings = {"teacher.name": "big", "teacher.url": "http://127.0.0.1:9/v1", "logging": logging}
+    with pytest.raises(RunFailed, match="gave no answer after 9 attempts"):
+        run(tiny_model_folder, 1, **settings)
+    assert "the teacher at http://127.0.0.1:9/v1 does not answer, trying again: URLError" in capsys.readouterr().out
+    (path,) = tmp_path.glob("*/*/run.json")
+    info = json.loads(path.read_text())
+    assert info["status"] == "failed" and "gave no answer after 9 attempts" in info["error"]
+
+
 # -- Mistakes ----------------------------------------------------------------------------------------------------------
 
 
