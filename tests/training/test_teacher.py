@@ -243,6 +243,11 @@ def test_an_endpoint_that_is_down_is_reported_and_the_run_has_failed(
         ({"teacher.name": "nosuch"}, "teacher=nosuch: unknown model"),
         ({"teacher.name": "current"}, "nothing to teach without more to read"),
         ({"teacher.name": "current", "teacher.prompt_template": "think!"}, "the same text for every task"),
+        ({"teacher.name": "current", "teacher.prompt_template": "nofile.txt"}, "nofile.txt: no such file"),
+        (
+            {"teacher.name": "OTHER", "algorithm.filter_groups": True},
+            "with teacher.alone=true rewards are not trained on",
+        ),
         ({"teacher.name": "current", "teacher.prompt_template": "{solution}"}, "no solution, which"),
         ({"teacher.name": "current", "teacher.prompt_template": "{question}" * 110}, "longer than the context"),
         ({"teacher.name": "x", "teacher.url": "localhost/v1"}, "write the full address"),

@@ -48,7 +48,7 @@ from covey.rewards import RewardSet
 from covey.rollout.asynchronous import fresh_groups
 from covey.rollout.templates import use_template
 from covey.tasks import TaskSet, default_reward, nothing_to_train_on, steps_per_epoch
-from covey.tasks.curriculum import Curriculum, sampler_options, task_buckets
+from covey.tasks.curriculum import Curriculum, sampler_options, task_buckets, unused_levels
 from covey.telemetry import RunInfo, check_logging
 from covey.types import Sampling
 
@@ -190,6 +190,7 @@ def prepare(
     options = sampler_options(config.data)
     if training and config.data.sampler == "buckets" and task_set.train:
         task_buckets(task_set.train, options, total_steps(config, len(task_set.train)))
+        warnings += unused_levels(task_set.train, options)
     missing.collect(lambda: rewards.check_all((*task_set.train, *task_set.validation)))
     longest = 0
     if source is not None:
