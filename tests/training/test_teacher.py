@@ -253,6 +253,11 @@ def test_an_endpoint_that_is_down_is_reported_and_the_run_has_failed(
         ({"teacher.name": "x", "teacher.url": "localhost/v1"}, "write the full address"),
         ({"teacher.name": "x", "teacher.url": "http://x/v1", "rollout.temperature": 0.5}, "those of temperature 1"),
         ({"teacher.name": "x", "teacher.url": "http://x/v1", "teacher.kl": "full"}, "which an endpoint does not send"),
+        (
+            {"teacher.name": "TEACHER", "teacher.top_k": 5},
+            "teacher.top_k=5 is for teacher.kl=top_k, and teacher.kl=sam",
+        ),
+        ({"teacher.name": "TEACHER", "teacher.api_key_env": "KEY"}, "there is no teacher.url"),
         ({"teacher.name": "TEACHER", "teacher.kl": "top_k"}, "use teacher.kl=full"),
         ({"teacher.name": "TEACHER", "teacher.kl": "full", "teacher.discount": 1.0}, "is for teacher.kl=sampled"),
         ({"teacher.name": "OTHER"}, "first difference: id 9 is '6' here and 'z' there"),

@@ -15,6 +15,7 @@ from covey.app.checks import (
     check_opponents,
     check_prompts,
     check_reference,
+    check_roles,
     check_sizes,
     check_training,
     check_vision,
@@ -23,6 +24,7 @@ from covey.app.checks import (
     digest_tasks,
     pick_engine,
     sampling_is_cut,
+    unused_settings,
 )
 from covey.app.cluster import check_cluster, resolve_cluster
 from covey.app.models import LongestRow
@@ -181,6 +183,8 @@ def prepare(
     player = find_agent(config, toolbox, source, environment, agent)
     if training:
         check_opponents(config, source, custom=agent is not None)
+        check_roles(config, player)
+        warnings += unused_settings(config, source)
     task_reward = getattr(player, "reward", None) or task_set.reward  # environments have a reward of their own
     rewards = find_rewards(config, reward, task_reward, sandbox)
     hide_reward_columns(player, rewards)
