@@ -202,7 +202,7 @@ def _headline(history: History, curve: Curve) -> str:
 
 
 def _changes(history: History, curve: Curve, without: str) -> tuple[Change, ...]:
-    """`without`: a metric that is left out, because another has its values."""
+    """`without`: a metric to skip, because another has its values."""
     changes = []
     own = [value for _, value in history.evaluated(curve.best)]
     scale = {curve.best, *curve.evaluations.values()} if curve.measure(own) == "reward" else set()  # of no shares
