@@ -11,6 +11,7 @@ the words of these pages. With a model of the hub only the last command is neede
 
 import argparse
 import json
+import random
 import re
 from pathlib import Path
 
@@ -35,9 +36,9 @@ BUTTONS = """all => all.map(button => { const r = button.getBoundingClientRect()
     return [button.ariaLabel, [r.left, r.top, r.right, r.bottom]] })"""
 
 
-def write_data(folder, counts, seed):
-    """Screenshots of pages: demos.jsonl and val-demos.jsonl with what a perfect player says; train.jsonl and val.jsonl,
-    tasks with the box that must be clicked. Both val files are of the same pages, of held-out layouts."""
+def write_data(folder, counts, slips, seed):
+    """Screenshots of pages: demos.jsonl and val-demos.jsonl with what a player says; train.jsonl and val.jsonl, tasks
+    with the box that must be clicked. Both val files are of the same pages, of held-out layouts."""
     from playwright.sync_api import sync_playwright
 
     (folder / "screens").mkdir(parents=True, exist_ok=True)
@@ -49,7 +50,8 @@ def write_data(folder, counts, seed):
         browser = playwright.chromium.launch(executable_path=find_chromium(None), chromium_sandbox=False)
         page = browser.new_page(viewport={"width": VIEWPORT[0], "height": VIEWPORT[1]})
         for name, part in parts.items():
-            rows = [row(page, task, folder, f"{name}-{n}") for n, task in enumerate(part)]
+            dice = random.Random(f"{seed} {name}")
+            rows = [row(page, task, folder, f"{name}-{n}", slips, dice) for n, task in enumerate(part)]
             said, asked = [demo for demos, _ in rows for demo in demos], [task for _, task in rows]
             for file, lines in zip(files[name], (said, asked), strict=True):
                 if file is not None:
@@ -57,14 +59,17 @@ def write_data(folder, counts, seed):
         browser.close()
 
 
-def row(page, task, folder, name):
-    """Demonstrations of the page, one for each of its buttons, and the page as a task."""
+def row(page, task, folder, name, slips, dice):
+    """Demonstrations of the page, one for each of its buttons, and the page as a task. A slip clicks any button."""
     page.set_content(task.columns["html"])
     shot = f"screens/{name}.png"
     page.screenshot(path=folder / shot)
     buttons = page.eval_on_selector_all("button", BUTTONS)
     names = " ".join(name for name, _ in buttons)
-    demos = [demonstration(name, box, names, shot) for name, box in buttons]
+    demos = []
+    for asked, _ in buttons:
+        clicked, box = dice.choice(buttons) if dice.random() < slips else (asked, dict(buttons)[asked])
+        demos.append(demonstration(asked, clicked, box, names, shot))
     (step,) = task.columns["solution"]
     right = dict(buttons)[page.get_attribute(step["selector"], "aria-label")]
     return demos, {"messages": [user(task.messages[-1]["content"], shot)], "bbox": right}
@@ -74,12 +79,12 @@ def user(text, shot):
     return {"role": "user", "content": [{"type": "text", "text": text}, {"type": "image", "image": shot}]}
 
 
-def demonstration(name, box, names, shot):
-    """What a perfect player says: the buttons in reading order, and where the right one is."""
+def demonstration(asked, clicked, box, names, shot):
+    """What a player says: the buttons in reading order, which one it clicks, and where that is."""
     at = f"{int((box[0] + box[2]) / 2)},{int((box[1] + box[3]) / 2)}"
-    said = f"Thought: {names}: {name} {at}\n{CLICK}{at}{END}"
+    said = f"Thought: {names}: {clicked} {at}\n{CLICK}{at}{END}"
     system, reply = {"role": "system", "content": INSTRUCTIONS}, {"role": "assistant", "content": said}
-    return {"messages": [system, user(f"Click the {name} button.", shot), reply]}
+    return {"messages": [system, user(f"Click the {asked} button.", shot), reply]}
 
 
 def write_tokenizer(folder, texts):
@@ -149,11 +154,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("pages"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--demos", type=int, default=4000, help="pages for covey sft, with a demonstration for each button")
+    parser.add_argument("--demos", type=int, default=4000, help="pages of demonstrations, one for each button")
     parser.add_argument("--train", type=int, default=1000, help="screenshots for covey train")
     parser.add_argument("--val", type=int, default=200, help="held-out screenshots")
+    parser.add_argument("--slips", type=float, default=0.5, help="share of demonstrations that click any button")
     args = parser.parse_args()
 
-    write_data(args.folder, (args.demos, args.train, args.val), args.seed)
+    write_data(args.folder, (args.demos, args.train, args.val), args.slips, args.seed)
     weights = write_model(args.folder / "model", texts_of(args.folder / "demos.jsonl"), args.seed)
     print(f"{args.folder}: demonstrations on {args.demos} pages, {args.train} + {args.val} tasks, {weights:,} weights")

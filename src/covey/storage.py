@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from covey.errors import RunFailed
+from covey.errors import InputError, RunFailed
 
 # Errors of a disk, and errors of a path.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -229,9 +229,11 @@ os.register_at_fork(after_in_child=_release_all)
 
 
 def text_or_file(value: str) -> str:
-    """The text of the file that `value` names, or `value` itself."""
+    """The text of the file that `value` names, or `value` itself. A word like prompt.txt must be a file."""
     try:
         is_file = "\n" not in value and Path(value).is_file()
     except OSError:  # longer than a file name may be
         is_file = False
+    if not is_file and re.fullmatch(r"[^\s{}]+\.[A-Za-z]\w{1,5}", value):
+        raise InputError(f"{value}: no such file\n  give a file, or the text itself")
     return Path(value).read_text() if is_file else value

@@ -219,10 +219,10 @@ class Episode:
 
     @property
     def reported(self) -> float | None:
-        """The `reward` that was reported in `given`, or else the sum of its values, plus the rewards of the turns; None
-        if nothing was reported."""
+        """The `reward` that was reported in `given`, or else the sum of those of the roles, plus the rewards of the
+        turns; None if nothing was reported."""
         table = self.given or {}
-        values = [value for value in table.values() if value is not None]
+        values = [value for role in self.roles if (value := table.get(role)) is not None]
         outcome = table["reward"] if "reward" in table else sum(values) if values else None
         return outcome if not self.turn_rewards else (outcome or 0.0) + sum(self.turn_rewards)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -287,8 +288,27 @@ def test_an_agent_needs_an_opening() -> None:
         ({"reward": 0.5}, {"reward": 0.5}),
         ({"reward": 0.0, "steps": 3.0}, {"reward": 0.0, "steps": 3.0}),
         ({"reward": None, "steps": 3.0}, {"reward": None, "steps": 3.0}),
-        ({"right": 1.0, "style": 0.5}, {"reward": 1.5, "right": 1.0, "style": 0.5}),
     ],
 )
 def test_the_given_reward(table: Any, expected: Any) -> None:
     assert given(Episode(TASK, (), TASK.messages, given=table)) == expected
+
+
+@pytest.mark.parametrize("keys", [("right", "style"), ("frst", "second")])
+def test_a_table_without_a_reward_or_roles_is_refused(keys: tuple[str, str]) -> None:
+    """Also a misspelt role. A role that has not spoken yet may be named beside those that have."""
+
+    class Ends:
+        def reset(self, task: Task) -> Any:
+            return covey.Observation("begin", role="first")
+
+        def step(self, reply: str) -> Any:
+            return covey.Done(dict.fromkeys(keys, 0.5))
+
+    episode = asyncio.run(scored(EnvironmentAgent(Ends, max_turns=2), TASK, Script("x")))
+    assert episode.failure is not None and episode.failure.cause == "reward"
+    words = f"no 'reward' \\(keys: {', '.join(keys)}\\), and the roles of the episode are first"
+    assert re.search(words, episode.failure.message)
+    keys = ("first", "second")
+    episode = asyncio.run(scored(EnvironmentAgent(Ends, max_turns=2), TASK, Script("x")))
+    assert episode.rewards == {"given": 0.5, "given/first": 0.5, "given/second": 0.5}

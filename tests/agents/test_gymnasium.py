@@ -100,6 +100,12 @@ def test_what_cannot_be_played_is_refused(name: str, options: dict[str, Any], sa
         GymnasiumAdapter(name, options)
 
 
+@pytest.mark.parametrize("text", ["sum {0}, dealer {7}", "{a}", "sum {", "{0.x}"])
+def test_a_text_that_the_observation_does_not_fill_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match=r"cannot be filled in (.|\n)*of Blackjack-v1 has the items \{0\} to \{2\}"):
+        GymnasiumAdapter("Blackjack-v1", {"observation": text}).tasks(1)
+
+
 @pytest.mark.slow
 def test_a_run_trains_in_an_environment(
     tmp_path: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 import covey
 from covey.agents.environment import EnvironmentAgent
@@ -158,3 +159,18 @@ def test_states_as_keys() -> None:
     long, other = "x" * 1000, "x" * 999 + "y"
     assert state_key(long) != state_key(other) and state_key(long).startswith("x" * LONGEST_STATE)
     assert len(state_key(long)) < 2 * LONGEST_STATE
+    assert state_key({"at": torch.tensor([1, 2])}) == '{"at": [1, 2]}'
+
+
+@pytest.mark.parametrize("state", [object(), {1, 2}, {1: "a", "b": 2}])
+def test_a_state_that_is_not_json_is_refused(state: Any) -> None:
+    class Walks:
+        def reset(self, task: Task) -> Any:
+            return covey.Observation("begin", state=state)
+
+        def step(self, reply: str) -> Any:
+            return covey.Done(reward=1.0)
+
+    episode = asyncio.run(scored(EnvironmentAgent(Walks, max_turns=1), TASK, Script("x")))
+    assert episode.failure is not None and episode.failure.cause == "environment"
+    assert "the state of a turn must be a text or JSON" in episode.failure.message

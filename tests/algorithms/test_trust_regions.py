@@ -15,6 +15,7 @@ from torch import Tensor
 from covey.algorithms import make
 from covey.algorithms.covariance import ClipCov, KlCov
 from covey.algorithms.functional import policy_loss
+from covey.errors import InputError
 from covey.types import Batch
 from tests.algorithms.helpers import F64, outputs, random_batch, same, tensor, total_loss, value_and_gradient
 
@@ -292,3 +293,8 @@ def test_shares_without_a_choice_leave_the_plain_losses() -> None:
 def test_what_cannot_be_is_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make("grpo", loss=name, **options)
+
+
+def test_bounds_without_a_covariance_between_them_are_refused() -> None:
+    with pytest.raises(InputError, match=r"clip_cov_low=6 is over clip_cov_high=5"):
+        make("clip_cov", clip_cov_low=6.0)

@@ -219,3 +219,12 @@ def test_mistakes_stop_before_the_start(
     assert main(["train", f"model={tiny_model_folder}", *SMALL, *settings]) == 2
     assert message in capsys.readouterr().err
     assert not Path("outputs").exists()
+
+
+@pytest.mark.parametrize("name", ["gmpo", "raft", "dppo"])
+def test_every_aggregation_is_listed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["algorithms", name]) == 0
+    text = " ".join(capsys.readouterr().out.replace("-\n", "-").split())
+    _, _, after = text.partition("algorithm.aggregation=")
+    explained = after.partition("algorithm.norm_length")[0].replace("- ", "-")
+    assert "token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm" in explained

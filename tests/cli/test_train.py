@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from covey.app.checks import unused_settings
+from covey.app.parts import find_tasks
 from covey.cli.main import main
+from covey.config.schema import AgentConfig, Config, DataConfig, LoraConfig, ModelConfig
 from covey.imports import install_extra
+from covey.tasks import load_tasks
 from covey.telemetry.key_metrics import is_machine_dependent
+from covey.types import Task
 
 SMALL = [
     "data.val_size=4",
@@ -298,3 +305,45 @@ def test_ctrl_c_in_the_midst_of_a_librarys_work_is_an_interruption(
     monkeypatch.setattr("covey.cli.main._command", lambda word: broken)
     assert main(["train"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": ModelConfig(lora=LoraConfig(alpha=8.0))}, "model.lora.alpha has no effect without model.lora.rank"),
+        ({"model": ModelConfig(freeze_vision=False)}, "model.freeze_vision has no effect: m reads text only"),
+        ({"agent": AgentConfig(train_modules=["verifier"])}, "agent.train_modules has no effect with agent=chat"),
+        ({"agent": AgentConfig(environment="x")}, "agent.environment has no effect with agent=chat"),
+    ],
+)
+def test_settings_that_nothing_reads_are_warned_of(settings: dict[str, Any], said: str) -> None:
+    text_model: Any = SimpleNamespace(name="m", vision=None)
+    (warning,) = unused_settings(Config(**settings), text_model)
+    assert warning.startswith(said)
+    assert unused_settings(Config(), text_model) == []
+
+
+def test_roles_of_a_coroutine_are_refused(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "async def play(policy, task):\n    return await policy.chat(task.messages)\n"
+    Path("co.py").write_text(code)
+    words = [f"model={tiny_model_folder}", "agent=co.py:play", "agent.train_roles=[a]"]
+    assert main(["train", *words, *SMALL]) == 2
+    assert "agent.train_roles=['a'] is for environments of your own" in capsys.readouterr().err
+
+
+def test_tasks_that_are_not_used_are_warned_of(tmp_path: Path) -> None:
+    class Environment:
+        def tasks(self, size: int | None) -> tuple[Task, ...]:
+            return tuple(Task(str(n), ({"role": "user", "content": "q"},)) for n in range(3))
+
+    config = Config(data=DataConfig(train_files="rows.jsonl", name="countdown"), agent=AgentConfig("gymnasium"))
+    environment: Any = Environment()
+    assert [text.partition(":")[0] for text in find_tasks(config, environment).warnings] == [
+        "data.name has no effect",
+        "data.train_files has no effect",
+    ]
+    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "x"}\n')
+    assert (
+        "data.val_size=4 has no effect without data.val_files: no tasks are held out"
+        in load_tasks(DataConfig(train_files="rows.jsonl", val_size=4), seed=0).warnings
+    )

@@ -74,6 +74,8 @@ def test_a_loss_that_does_not_go_with_an_algorithm_is_refused_with_the_reason(ru
         run("algorithm=gvpo", "algorithm.loss=gspo")
     with pytest.raises(InputError, match=r"algorithm\.loss=gvpo does not go with algorithm=grpo\n  its loss completes"):
         run("algorithm=grpo", "algorithm.loss=gvpo")
+    with pytest.raises(InputError, match=r"algorithm.loss=gmpo does not go with algorithm=gvpo\n  its loss completes"):
+        run("algorithm=gvpo+gmpo")
     with pytest.raises(InputError, match="unknown loss for grpo  gsp\n  did you mean   gspo"):
         run("algorithm=grpo", "algorithm.loss=gsp")
 

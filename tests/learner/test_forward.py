@@ -20,6 +20,7 @@ from covey.learner.parallel import SINGLE_PROCESS
 from covey.learner.saving import save_model
 from covey.models import families
 from covey.models.adapters import with_saved_adapter
+from covey.models.loading import set_checkpointing
 from covey.rollout.embedded import EmbeddedEngine
 from covey.types import Sample, Sampling
 from covey.weights.names import named_weights
@@ -82,13 +83,30 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # of every compared family o
     "exaone4": ("Exaone4Config", {"sliding_window": 6}),
     "seed_oss": ("SeedOssConfig", {}),
 }
+GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
+# Layers and sizes with other names, and views of what attention returns.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", GPT2),
+    "opt": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "ctrl": ("CTRLConfig", GPT2 | {"dff": 64}),
+    "gemma3n_text": (
+        "Gemma3nTextConfig",
+        {
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "laurel_rank": 4},
+            **{"num_kv_shared_layers": 0, "sliding_window": 6, "activation_sparsity_pattern": None},
+            "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+        },
+    ),
+    "afmoe": ("AfmoeConfig", EXPERTS | {"num_dense_layers": 1}),
+    "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}),
+}
 
 
 def family(name: str) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    make, changes = CONFIGS[name]
+    make, changes = (CONFIGS | OTHERS)[name]
     settings = {k: v for k, v in SMALL.items() if not (name.startswith("granite") and k == "head_dim")}
     config = getattr(transformers, make)(**(settings | changes))
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
@@ -112,7 +130,7 @@ def alone(model: Any, row: Sample, temperature: float) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_packed_rows_see_what_they_would_see_alone(name: str) -> None:
     model = family(name)
     rows = rows_of(4, 5, gaps=True)
@@ -123,7 +141,23 @@ def test_packed_rows_see_what_they_would_see_alone(name: str) -> None:
         assert not line[len(expected) :].any()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_recomputed_layers_are_without_dropout(name: str) -> None:
+    """Gradient checkpointing needs training mode."""
+    model, rows = family(name), rows_of(4, 2)
+    expected = [alone(model, row, 1.0) for row in rows]
+    set_checkpointing(model, True)
+    found = Learner(model, LearnerConfig(), total_updates=1).logprobs(rows, 1.0)
+    for values, line in zip(expected, found, strict=True):
+        assert line[: len(values)].tolist() == pytest.approx(values, abs=1e-4)
+
+
+def test_models_that_cannot_recompute_are_refused() -> None:
+    with pytest.raises(InputError, match="jetmoe models cannot recompute activations"):
+        set_checkpointing(family("jetmoe"), True)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_engine_and_learner_agree(name: str) -> None:
     """Log-probs of the engine equal the learner's, so the ratio starts at one."""
     model = family(name)
@@ -239,6 +273,8 @@ def test_a_soft_cap_on_attention_is_refused() -> None:
         ("MambaConfig", {}, "mamba models .* recurrent layers carry a state"),
         ("JambaConfig", {}, "jamba models .* recurrent layers carry a state"),
         ("DeepseekV3Config", {}, "deepseek_v3 models .* keys and values have different sizes"),
+        ("LongcatFlashConfig", {}, "longcat_flash models .* keys and values have different sizes"),
+        ("DiffLlamaConfig", {}, "diffllama models .* computes attention twice"),
         ("GptOssConfig", {}, "gpt_oss models .* attention has sinks"),
     ],
 )

@@ -253,8 +253,6 @@ TASK = Task("t", ({"role": "user", "content": "q"},))
         (None, {"given": None}),
         ({"reward": 0.25}, {"given": 0.25}),
         ({"reward": 1.0, "style": 0.5}, {"given": 1.0, "given/style": 0.5}),
-        ({"a": 1.0, "b": -0.25}, {"given": 0.75, "given/a": 1.0, "given/b": -0.25}),
-        ({"a": None, "b": 2.0}, {"given": 2.0, "given/a": None, "given/b": 2.0}),
         ({"reward": None}, {"given": None}),
     ],
 )

@@ -14,7 +14,15 @@ import pytest
 from covey.cli.main import main
 from covey.config.schema import DataConfig
 from covey.errors import InputError
-from covey.tasks.curriculum import OF_ALL, OPTIONS, Curriculum, SamplerOptions, sampler_options, task_buckets
+from covey.tasks.curriculum import (
+    OF_ALL,
+    OPTIONS,
+    Curriculum,
+    SamplerOptions,
+    sampler_options,
+    task_buckets,
+    unused_levels,
+)
 from covey.types import Episode, Failure, Group, Task
 from tests.training.test_resume import outcome, train_here
 
@@ -145,6 +153,7 @@ def test_metrics_describe_the_last_groups() -> None:
     ("options", "said"),
     [
         ({}, "data.sampler_options.column names none\n  columns of the first task: level"),
+        ({"column": "levle"}, "column=levle: no task has such a column\n  columns of the data: level"),
         ({"column": "level"}, "column level, is 'easy', not a number"),
         ({"column": "level", "levels": ["hard"]}, "not one of data.sampler_options.levels"),
         ({"column": "level", "levels": ["easy", "hard"], "starts": [0]}, "has 1 steps for the 2 levels"),
@@ -153,6 +162,13 @@ def test_metrics_describe_the_last_groups() -> None:
 def test_mistakes_in_buckets_are_explained(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said.replace("(", r"\(")):
         task_buckets(tasks(1, level=["easy"]), SamplerOptions(**options), 10)
+
+
+def test_a_level_that_no_task_has_is_warned_of() -> None:
+    options = SamplerOptions(column="level", levels=["easy", "medium", "hard"])
+    (text,) = unused_levels(tasks(2, level=["easy", "hard"]), options)
+    assert text == "data.sampler_options.levels: no task has the level medium"
+    assert unused_levels(tasks(2, level=["medium", "hard"]), SamplerOptions(column="level")) == []
 
 
 def test_starts_that_fall_are_refused() -> None:
@@ -165,6 +181,8 @@ def test_options_of_another_sampler_are_refused() -> None:
         InputError, match=r"unknown option of data.sampler=uncertainty  target\n.*known: explore, half_life"
     ):
         sampler_options(DataConfig(sampler="uncertainty", sampler_options={"target": 0.3}))
+    with pytest.raises(InputError, match=r"options.target has no effect: data.sampler=uniform has no options"):
+        sampler_options(DataConfig(sampler_options={"target": 0.3}))
     with pytest.raises(InputError, match=r"data.sampler_options.explore must be a number from 0 to 1, got 2"):
         sampler_options(DataConfig(sampler="band", sampler_options={"explore": 2}))
 

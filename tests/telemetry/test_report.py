@@ -122,6 +122,27 @@ def test_a_mean_reward_beyond_one_is_not_called_accuracy(make_run: MakeRun) -> N
     assert "- Best evaluation: after 12 updates, eval/greedy/points 1.125." in text
 
 
+def test_with_opponents_the_accuracy_is_not_the_reward_of_all_roles(make_run: MakeRun) -> None:
+    """Rewards of two players that cancel: the episode's is 0, that of the trained role is not."""
+    records = [
+        {
+            "kind": "eval",
+            "step": step,
+            "metrics": {"eval/accuracy": value, "eval/sampled/given": 0.0, "eval/sampled/given/a": value},
+        }
+        for step, value in ((0, -1.0), (12, 0.5))
+    ]
+    folder = make_run(records, trained_reward="given", reward_names=["given"])
+    assert [change.cells() for change in summarise(folder).changes] == [
+        ("eval/accuracy", "-1.00", "0.50", "+1.50"),
+        ("eval/sampled/given", "0.00", "0.00", "+0.00"),
+        ("eval/sampled/given/a", "-1.00", "0.50", "+1.50"),
+    ]
+    text = write_report(folder).read_text(encoding="utf-8")
+    assert "- Best evaluation: after 12 updates, eval/accuracy 0.500." in text
+    assert "`eval/accuracy` is the mean of the trained reward `given` over the trained roles." in text
+
+
 def test_the_first_of_equally_good_steps_is_the_best_and_null_rewards_are_skipped(make_run: MakeRun) -> None:
     rewards = [0.5, None, 0.9, 0.9]
     folder = make_run(

@@ -239,6 +239,20 @@ def test_an_endpoint_with_another_tokenizer_is_refused(vllm: Vllm, tiny_model_fo
         run(tiny_model_folder, 1, **{"teacher.name": "big", "teacher.url": vllm.url})
 
 
+def test_an_endpoint_that_is_down_is_reported_and_the_run_has_failed(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(teacher_module, "MAX_PAUSE", 0.01)
+    logging = {"to": ["console"], "output_dir": str(tmp_path)}
+    settings = {"teacher.name": "big", "teacher.url": "http://127.0.0.1:9/v1", "logging": logging}
+    with pytest.raises(RunFailed, match="gave no answer after 9 attempts"):
+        run(tiny_model_folder, 1, **settings)
+    assert "the teacher at http://127.0.0.1:9/v1 does not answer, trying again: URLError" in capsys.readouterr().out
+    (path,) = tmp_path.glob("*/*/run.json")
+    info = json.loads(path.read_text())
+    assert info["status"] == "failed" and "gave no answer after 9 attempts" in info["error"]
+
+
 # -- Mistakes ----------------------------------------------------------------------------------------------------------
 
 
@@ -254,11 +268,21 @@ def test_an_endpoint_with_another_tokenizer_is_refused(vllm: Vllm, tiny_model_fo
         ({"teacher.name": "nosuch"}, "teacher=nosuch: unknown model"),
         ({"teacher.name": "current"}, "nothing to teach without more to read"),
         ({"teacher.name": "current", "teacher.prompt_template": "think!"}, "the same text for every task"),
+        ({"teacher.name": "current", "teacher.prompt_template": "nofile.txt"}, "nofile.txt: no such file"),
+        (
+            {"teacher.name": "OTHER", "algorithm.filter_groups": True},
+            "with teacher.alone=true rewards are not trained on",
+        ),
         ({"teacher.name": "current", "teacher.prompt_template": "{solution}"}, "no solution, which"),
         ({"teacher.name": "current", "teacher.prompt_template": "{question}" * 110}, "longer than the context"),
         ({"teacher.name": "x", "teacher.url": "localhost/v1"}, "write the full address"),
         ({"teacher.name": "x", "teacher.url": "http://x/v1", "rollout.temperature": 0.5}, "those of temperature 1"),
         ({"teacher.name": "x", "teacher.url": "http://x/v1", "teacher.kl": "full"}, "which an endpoint does not send"),
+        (
+            {"teacher.name": "TEACHER", "teacher.top_k": 5},
+            "teacher.top_k=5 is for teacher.kl=top_k, and teacher.kl=sam",
+        ),
+        ({"teacher.name": "TEACHER", "teacher.api_key_env": "KEY"}, "there is no teacher.url"),
         ({"teacher.name": "TEACHER", "teacher.kl": "top_k"}, "use teacher.kl=full"),
         ({"teacher.name": "TEACHER", "teacher.kl": "full", "teacher.discount": 1.0}, "is for teacher.kl=sampled"),
         ({"teacher.name": "OTHER"}, "first difference: id 9 is '6' here and 'z' there"),

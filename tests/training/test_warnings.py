@@ -6,6 +6,7 @@ import asyncio
 import json
 import string
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from covey.agents.resolve import FunctionAgent, resolve_agent
 from covey.cli.main import main
 from covey.config.schema import AgentConfig
 from covey.training.warnings import StepWarnings
-from covey.types import Collected, Episode, Group, StopReason, Task, ToolUse
+from covey.types import Collected, Episode, Group, StopReason, Task, ToolUse, Turn
 from tests.agents.scripted import Script, scored
 
 TASK = Task("t", ({"role": "user", "content": "q"},), answer="x")
@@ -145,14 +146,23 @@ def test_an_evaluation_names_its_own_limit(
 class Steps:
     """Steps of ten attempts, of which so many were cut off, by each limit."""
 
-    def __init__(self, total: int = 100) -> None:
+    def __init__(self, total: int = 100, **settings: Any) -> None:
         self.output: list[str] = []
-        self.warnings = StepWarnings(self.output.append, rewards=["exact"], total_steps=total, limits=LIMITS)
+        self.warnings = StepWarnings(
+            self.output.append, rewards=["exact"], total_steps=total, limits=LIMITS, **settings
+        )
         self.index = 0
 
-    def step(self, cut: dict[str, int], lost: int = 0, flat: float = 0.0, tools: tuple[ToolUse, ...] = ()) -> list[str]:
+    def step(
+        self,
+        cut: dict[str, int],
+        lost: int = 0,
+        flat: float = 0.0,
+        tools: tuple[ToolUse, ...] = (),
+        turns: tuple[Turn, ...] = (),
+    ) -> list[str]:
         failures = {"truncated": lost} if lost else {}
-        group = Group(TASK, (Episode(TASK, (), TASK.messages, tools=tools),))
+        group = Group(TASK, (Episode(TASK, turns, TASK.messages, tools=tools),))
         collected = Collected((group,), failures=failures, examples={"truncated": "cut"}, attempts=10, cut=cut)
         metrics = {"groups/flat": flat, "reward/std": 0.1, "reward/mean": 0.0}
         self.output.clear()
@@ -200,3 +210,19 @@ def test_a_tool_that_raises_is_warned_of_once() -> None:
     (text,) = steps.step({}, tools=(raised, raised, *others))
     assert text.startswith("tool lookup raised in 2 of 3 calls, the first: KeyError: 'x' at mine.py, line 3")
     assert steps.step({}, tools=(raised,)) == []
+
+
+def test_a_teacher_alone_needs_no_rewards_that_differ() -> None:
+    steps = Steps(rewards_trained=False)
+    assert [steps.step({}, flat=1.0) for _ in range(4)] == [[]] * 4
+
+
+def test_a_step_without_a_trained_token_is_warned_of_once() -> None:
+    """Also before the step in which rewards that do not differ are reported."""
+    turn = Turn((1,), (2,), (-0.5,), (0,), StopReason.EOS, trained=False, role="a")
+    steps = Steps(roles={"agent.train_roles": (), "agent.opponents": ("a",)})
+    assert steps.step({}, turns=(turn,)) == [
+        "step 1: no token can be trained on: no turn is trained; check agent.opponents=[a]"
+    ]
+    assert steps.step({}, turns=(turn,)) == [] == Steps().step({}, turns=(turn, replace(turn, trained=True)))
+    assert Steps().step({}, turns=(turn,))[0].endswith("the agent asks for every turn with trained=False")

@@ -185,7 +185,10 @@ class EnvironmentAgent:
                 reply = await policy.ask(conversation, trained=trained, role=seen.role)
             except NoRoom:
                 return StopReason.LENGTH, None
-            policy.record_turn(state=seen.state)
+            try:
+                policy.record_turn(state=seen.state)
+            except ValueError as error:  # it is not JSON
+                raise EnvironmentFailed("environment", str(error)) from error
             message = {"role": "assistant", "content": reply.text}
             conversation.append(message)
             messages.append(message if seen.role is None else message | {"name": seen.role})

@@ -29,7 +29,7 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    aggregation: str = "token-mean"  # or seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm
+    aggregation: str = "token-mean"  # token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm
     norm_length: Tokens | None = None  # the constant of seq-mean-token-sum-norm; null: rollout.max_tokens
 
     def __post_init__(self) -> None:

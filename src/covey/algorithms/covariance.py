@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from covey.algorithms.ops import masked_mean, probability_ratio
+from covey.errors import InputError
 from covey.imports import torch
 from covey.protocols import Couples, Metrics, TokenOutputs
 from covey.ranges import Cap, Coefficient, Share, check_ranges
@@ -45,6 +46,11 @@ class ClipCov:
 
     def __post_init__(self) -> None:
         check_ranges(self, "algorithm.")
+        if self.clip_cov_low > self.clip_cov_high:
+            raise InputError(
+                f"algorithm.clip_cov_low={self.clip_cov_low:g} is over clip_cov_high={self.clip_cov_high:g}, and no "
+                "token has a covariance between them"
+            )
 
     def first_pass(self, out: TokenOutputs, batch: Batch) -> Batch:
         return replace(batch, chosen_RT=self._chosen(out, batch))

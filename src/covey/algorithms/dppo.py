@@ -39,7 +39,7 @@ class Dppo:
     on_policy_only: ClassVar[bool] = False
     weighs_sampler: ClassVar[bool] = True  # its ratio is to the sampling policy: there is nothing left to correct
 
-    divergence: str = "tv"  # or kl: how far the two policies are apart on a token
+    divergence: str = "tv"  # tv | kl: how far the two policies are apart on a token
     clip_low: Cap = 0.15  # largest divergence of a bad token that loses probability
     clip_high: Cap = 0.15  # largest divergence of a good token that gains probability
     ratio_cap: AboveOne | None = 20.0  # largest ratio of a token; null: none

@@ -29,7 +29,7 @@ class Grpo:
     needs: ClassVar[Needs] = Needs(min_group_size=2)
 
     std_normalize: bool = True  # divide by the group's standard deviation
-    std_over: str = "group"  # or batch: the standard deviation of all rewards of the step
+    std_over: str = "group"  # group | batch: the standard deviation of all rewards of the step
     epsilon: Epsilon = 1e-6  # added to the standard deviation
 
     def __post_init__(self) -> None:

@@ -58,7 +58,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:
 @dataclass(slots=True)
 class Kl:
     kl_coef: Coefficient = 0.0  # weight of the KL to the reference; 0: none, and no reference model is kept
-    kl_in: str = "loss"  # or reward: what it is added to
+    kl_in: str = "loss"  # loss | reward: what it is added to
     kl_estimator: str = "auto"  # k1 (kl) | abs | k2 (mse) | k3 (low_var_kl) | full; auto: k3 in the loss, else k1
     kl_unbiased: bool = False  # in the loss, times π/π_old: its gradient is then that of the KL itself
     kl_target: Positive | None = None  # steer kl_coef so that the KL per token stays near this; null: fixed

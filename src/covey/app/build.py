@@ -53,8 +53,8 @@ def build(prepared: Prepared, *, note: Note) -> Run:
         folder, checkpoint = open_run(prepared, note)
         try:
             return _assemble(prepared, folder, checkpoint, workers, resources)
-        except BaseException:
-            folder.abandon()  # the lock is released, so a retry can acquire it
+        except BaseException as error:
+            folder.abandon(error)  # the lock is released, so a retry can acquire it
             raise
 
 
@@ -151,7 +151,7 @@ def _make_pipeline(
         telemetry,
         _learner_thread(learner, resources) if is_async(config) else None,
         publish_every(config),
-        open_teacher_inputs(config, source.collector.renderer, prepared.agent, resources),
+        open_teacher_inputs(config, source.collector.renderer, prepared.agent, resources, telemetry.warn),
     )
 
 

@@ -15,7 +15,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from covey.config.schema import Config, CriticConfig
+from covey.agents.environment import EnvironmentAgent
+from covey.config.schema import OWN_TASKS, AgentConfig, Config, CriticConfig, LoraConfig
 from covey.errors import Absent, InputError, unknown
 from covey.images import has_images
 from covey.imports import install_extra
@@ -211,6 +212,33 @@ def check_opponents(config: Config, source: ModelSource | None, *, custom: bool)
         )
 
 
+def check_roles(config: Config, agent: Agent) -> None:
+    """Refuse agent.train_roles where nothing reads it: all roles would be trained on."""
+    if config.agent.train_roles and not isinstance(agent, EnvironmentAgent):
+        raise InputError(
+            f"agent.train_roles={list(config.agent.train_roles)} is for environments of your own: "
+            f"agent={config.agent.name} is none\n"
+            "  a coroutine chooses its turns itself, policy.ask(..., trained=False); agent=flow has agent.train_modules"
+        )
+
+
+def unused_settings(config: Config, source: ModelSource | None) -> list[str]:
+    """Warnings about settings that differ from their defaults and that nothing reads."""
+    agent, lora, usual, warnings = config.agent, config.model.lora, LoraConfig(), []
+    if lora.rank == 0:
+        changed = [name for name in ("alpha", "target_modules", "part") if getattr(lora, name) != getattr(usual, name)]
+        warnings += [f"model.lora.{name} has no effect without model.lora.rank" for name in changed]
+    if source is not None and source.vision is None and not config.model.freeze_vision:
+        warnings.append(f"model.freeze_vision has no effect: {source.name} reads text only")
+    if agent.name != "flow" and agent.train_modules != AgentConfig().train_modules:
+        warnings.append(f"agent.train_modules has no effect with agent={agent.name}: only agent=flow has modules")
+    if agent.name not in OWN_TASKS:
+        given = [name for name in ("environment", "environment_options") if getattr(agent, name)]
+        known = ", ".join(OWN_TASKS)
+        warnings += [f"agent.{name} has no effect with agent={agent.name}: it is for agent={known}" for name in given]
+    return warnings
+
+
 def engine_gpus(config: Config) -> tuple[int, ...]:
     """vLLM's GPUs by number; empty on a CPU."""
     import torch
@@ -264,6 +292,11 @@ def _check_filter(config: Config, algorithm: Algorithm, rewards: RewardSet) -> l
         return []
     if config.rollout.group_size < 2:
         raise InputError("algorithm.filter_groups compares the attempts at a task: rollout.group_size must be over 1")
+    if config.teacher.name is not None and config.teacher.alone:
+        raise InputError(
+            "algorithm.filter_groups drops groups by their rewards, and with teacher.alone=true rewards are not "
+            "trained on\n  algorithm.filter_groups=false"
+        )
     metric = group_filter.filter_metric
     if metric is not None and metric not in rewards.names:
         raise unknown("reward in algorithm.filter_metric", metric, rewards.names)

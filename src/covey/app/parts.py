@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from covey.agents.resolve import as_agent, make_agent, tool_names
 from covey.agents.tools.toolset import ToolSet, resolve_tools
 from covey.agents.turns import Toolbox
-from covey.config.schema import OWN_TASKS, Config
+from covey.config.schema import OWN_TASKS, Config, DataConfig
 from covey.errors import InputError
 from covey.protocols import Agent
 from covey.rewards import RewardSet, resolve_rewards
@@ -158,7 +158,18 @@ def find_tasks(config: Config, environment: EnvironmentOfPackage | None) -> Task
     name = config.agent.environment
     train = tasks[: len(tasks) - held_out]
     about = f"{name}: {len(train)} training tasks, {held_out} validation tasks"
-    return TaskSet(train, tasks[len(train) :], reward=None, description=about)
+    return TaskSet(train, tasks[len(train) :], reward=None, description=about, warnings=_unused_data(config))
+
+
+def _unused_data(config: Config) -> tuple[str, ...]:
+    """Warnings about settings of tasks, where an environment has its own."""
+    usual = DataConfig()
+    names = ("name", "options", "train_files", "val_files", "system_prompt")
+    given = [name for name in names if getattr(config.data, name) != getattr(usual, name)]
+    return tuple(
+        f"data.{name} has no effect: the environment of agent={config.agent.name} has tasks of its own"
+        for name in given
+    )
 
 
 def find_environment(config: Config) -> EnvironmentOfPackage | None:

@@ -15,6 +15,7 @@ from covey.app.checks import (
     check_opponents,
     check_prompts,
     check_reference,
+    check_roles,
     check_sizes,
     check_training,
     check_vision,
@@ -24,6 +25,7 @@ from covey.app.checks import (
     pick_engine,
     resolve_offload,
     sampling_is_cut,
+    unused_settings,
 )
 from covey.app.cluster import check_cluster, resolve_cluster
 from covey.app.models import LongestRow
@@ -49,7 +51,7 @@ from covey.rewards import RewardSet
 from covey.rollout.asynchronous import fresh_groups
 from covey.rollout.templates import use_template
 from covey.tasks import TaskSet, default_reward, nothing_to_train_on, steps_per_epoch
-from covey.tasks.curriculum import Curriculum, sampler_options, task_buckets
+from covey.tasks.curriculum import Curriculum, sampler_options, task_buckets, unused_levels
 from covey.telemetry import RunInfo, check_logging
 from covey.types import Sampling
 
@@ -171,6 +173,8 @@ def prepare(
     player = find_agent(config, toolbox, source, environment, agent)
     if training:
         check_opponents(config, source, custom=agent is not None)
+        check_roles(config, player)
+        warnings += unused_settings(config, source)
     task_reward = getattr(player, "reward", None) or task_set.reward  # environments have a reward of their own
     rewards = find_rewards(config, reward, task_reward, sandbox)
     hide_reward_columns(player, rewards)
@@ -180,6 +184,7 @@ def prepare(
     options = sampler_options(config.data)
     if training and config.data.sampler == "buckets" and task_set.train:
         task_buckets(task_set.train, options, total_steps(config, len(task_set.train)))
+        warnings += unused_levels(task_set.train, options)
     missing.collect(lambda: rewards.check_all((*task_set.train, *task_set.validation)))
     longest = 0
     if source is not None:

@@ -111,6 +111,7 @@ def write_run_files(
     if changed := {change.key: [change.old, change.new] for change in changes_since(prepared, folder.path, checkpoint)}:
         history.append({"step": checkpoint.step, "settings": changed})
     info.pop("changes", None)
+    info.pop("error", None)
     folder.write_info(info | facts | ({"changes": history} if history else {}))
     relabel(folder.path, prepared.config.logging)  # reads the settings that the next line replaces
     _write_settings(prepared, folder.path)

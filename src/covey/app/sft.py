@@ -140,8 +140,8 @@ def build_sft(prepared: PreparedSft, *, note: Note) -> SftRun:
     folder, checkpoint = open_run(prepared, note)
     try:
         return _assemble(prepared, folder, checkpoint)
-    except BaseException:
-        folder.abandon()  # the lock is released, so a retry can acquire it
+    except BaseException as error:
+        folder.abandon(error)  # the lock is released, so a retry can acquire it
         raise
 
 

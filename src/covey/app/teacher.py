@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -207,7 +207,9 @@ def teacher_bytes(config: Config, device: torch.device) -> int:
     return parameter_count(open_source(model)) * pick_dtype(model.dtype, device).itemsize
 
 
-def open_teacher_inputs(config: Config, renderer: Renderer, agent: Agent, resources: ExitStack) -> TeacherInputs | None:
+def open_teacher_inputs(
+    config: Config, renderer: Renderer, agent: Agent, resources: ExitStack, warn: Callable[[str], None]
+) -> TeacherInputs | None:
     """The teacher's own prompts and its endpoint, whose tokenizer is compared with the policy's."""
     teacher = config.teacher
     if teacher.prompt_template is None and teacher.url is None:
@@ -216,7 +218,7 @@ def open_teacher_inputs(config: Config, renderer: Renderer, agent: Agent, resour
 
     endpoint = None
     if teacher.url is not None:
-        endpoint = TeacherEndpoint(teacher)
+        endpoint = TeacherEndpoint(teacher, warn)
         resources.callback(endpoint.close)
         endpoint.check_tokenizer(renderer.tokenizer)
     prompts = None

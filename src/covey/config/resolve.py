@@ -138,7 +138,7 @@ def _split_choice(override: Override, algorithms: Algorithms) -> list[Override]:
     own = canonical(name, algorithms)
     if target is None or target.key != "algorithm.name" or own not in algorithms:
         return [override]
-    if loss not in losses_of(own, algorithms):
+    if not any(loss in losses_of(each, algorithms) for each in algorithms):
         return [override]
     return [replace(override, value=name), replace(override, key="algorithm.loss", value=loss)]
 

@@ -296,6 +296,10 @@ class TeacherConfig:
                 f"teacher.discount={self.discount:g} is for teacher.kl=sampled, whose KL is an advantage\n"
                 f"  with teacher.kl={self.kl} leave it at 0"
             )
+        if self.top_k != 20 and self.kl != "top_k":
+            raise InputError(f"teacher.top_k={self.top_k} is for teacher.kl=top_k, and teacher.kl={self.kl}")
+        if self.api_key_env is not None and self.url is None:
+            raise InputError("teacher.api_key_env names the key of teacher.url, and there is no teacher.url")
         if self.kl == "top_k" and self.url is None:
             raise InputError("teacher.kl=top_k is for a teacher at an endpoint (teacher.url)\n  use teacher.kl=full")
         if self.kl == "full" and self.url is not None:

@@ -300,6 +300,8 @@ class Registry:
         more requests but stays registered, so that a later call can record it."""
         if episode.id not in self._open:
             return
+        if rewards is not None and "reward" not in rewards:
+            rewards = {**rewards, "reward": sum(value or 0.0 for value in rewards.values())}
         episode.rewards = rewards
         episode.close()
         self.on_closed(episode)

@@ -175,7 +175,7 @@ def sdpa_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
             )
         )
-    return torch.cat(outputs, 2).transpose(1, 2), None
+    return torch.cat([out.transpose(1, 2) for out in outputs], 1), None  # contiguous, for models that take views of it
 
 
 def flash_attention(

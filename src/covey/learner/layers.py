@@ -17,7 +17,7 @@ from torch import Tensor
 
 from covey.learner.attention import rotary_attention
 from covey.learner.forward import causal_lm
-from covey.models.families import FUSED_ATTENTION, decoder
+from covey.models.families import FUSED_ATTENTION, decoder, layers_of
 from covey.models.forwards import prepare_to_compile_layers, replaced_forwards
 
 # Of torch's partitioner, which otherwise keeps every input of a matrix product.
@@ -28,7 +28,7 @@ class CompiledLayers:
     """A model's decoder layers compiled once for sequences of any length, when they are first used."""
 
     def __init__(self, model: Any) -> None:
-        self.layers = list(decoder(causal_lm(model)).layers)
+        self.layers = layers_of(decoder(causal_lm(model)))
         self.fused = FusedLayers(self.layers)
         self.forwards = [torch.compile(layer.forward, dynamic=True) for layer in self.layers]
 

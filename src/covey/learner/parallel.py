@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from covey.config.schema import LearnerConfig
 from covey.errors import InputError
 from covey.learner.forward import causal_lm
-from covey.models.families import COLWISE, REPLICATED, ROWWISE, TENSOR_PARALLEL_STYLES
+from covey.models.families import COLWISE, REPLICATED, ROWWISE, TENSOR_PARALLEL_STYLES, layers_of
 from covey.weights.names import is_sharded
 
 
@@ -282,7 +282,7 @@ def shard_model(model: Any, ranks: Ranks, *, offload: bool = False) -> None:
         "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None),
         "offload_policy": CPUOffloadPolicy() if offload and on_gpu else OffloadPolicy(),
     }
-    for layer in causal_lm(model).base_model.layers:
+    for layer in layers_of(causal_lm(model).base_model):
         fully_shard(layer, **settings)
     root: Any = FsdpRoot(model)
     fully_shard(root, **settings)

@@ -36,7 +36,7 @@ from covey.learner.logprobs import chunk_rows
 from covey.learner.optimizer import EIGHT_BIT, MasterAdamW
 from covey.learner.parallel import local_part
 from covey.memory import GIB, gpu_free, machine_memory
-from covey.models.families import decoder
+from covey.models.families import decoder, layers_of
 from covey.models.quantization import is_quantized
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class PassShapes:
         heads = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
-        embedding, layer = lm.get_input_embeddings().weight, decoder(lm).layers[0]
+        embedding, layer = lm.get_input_embeddings().weight, layers_of(decoder(lm))[0]
         dtype: torch.dtype = getattr(embedding, "working_dtype", embedding.dtype)
         window = getattr(config, "sliding_window", None)
         within = window is None or demand.longest <= window
@@ -387,6 +387,7 @@ def _inner(config: Any) -> int:
     """The MLP's size; of a mixture, that of the experts that a token uses, with their copies of its input."""
     used = getattr(config, "num_experts_per_tok", None)
     if not used or not getattr(config, "moe_intermediate_size", None):
-        return int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+        size = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None) or 4 * config.hidden_size
+        return int(max(size) if isinstance(size, (list, tuple)) else size)  # a list: one for each layer
     shared = getattr(config, "shared_expert_intermediate_size", None) or 0
     return int(used * (config.moe_intermediate_size + config.hidden_size) + shared)

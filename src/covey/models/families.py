@@ -91,18 +91,29 @@ def decoder(lm: Any) -> Any:
     return lm.base_model if family is None else getattr(lm.base_model, family.language)
 
 
+def layers_of(stack: Any) -> list[Any]:
+    """The layers of a model without the output matrix. Most families call them `layers`; GPT-2 has `h`, OPT nests
+    them."""
+    from torch.nn import ModuleList
+
+    found = getattr(stack, "layers", None)
+    return list(next(m for m in stack.modules() if isinstance(m, ModuleList)) if found is None else found)
+
+
 _RECURRENT = (
     "its recurrent layers carry a state from token to token, which packed rows would share and the engine's cache of "
     "keys and values does not hold"
 )
 _LATENT = "its keys and values have different sizes (latent attention), and the engine's cache has one"
 _SINKS = "its attention has sinks, a term of the softmax that Covey's attention does not compute"
+_DIFFERENCE = "each layer computes attention twice with other values, and the engine's cache has one set of values"
 
 # Model types that cannot be trained, with the reason.
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma"), _RECURRENT),
     **dict.fromkeys(("jamba", "bamba", "zamba", "zamba2", "falcon_h1", "granitemoehybrid", "nemotron_h"), _RECURRENT),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3"), _LATENT),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash"), _LATENT),
+    "diffllama": _DIFFERENCE,
     "gpt_oss": _SINKS,
 }
 

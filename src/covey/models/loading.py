@@ -229,6 +229,11 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
 def set_checkpointing(model: Any, enabled: bool) -> None:
     """Whether the layers of a model recompute their activations in the backward pass."""
     lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if enabled and not lm.supports_gradient_checkpointing:
+        raise InputError(
+            f"{lm.config.model_type} models cannot recompute activations: transformers does not support it\n"
+            "  model.gradient_checkpointing=false, with shorter answers if memory is short"
+        )
     if enabled:  # nothing in a layer is random, and reading a GPU's random state would wait for it
         options = {"use_reentrant": False, "preserve_rng_state": False}
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
@@ -236,6 +241,12 @@ def set_checkpointing(model: Any, enabled: bool) -> None:
         lm.gradient_checkpointing_disable()
     # Gradient checkpointing needs training mode. Without dropout the modes do not differ otherwise.
     model.train(enabled)
+    for module in lm.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):  # given to torch's function: OPT, BioGPT
+                setattr(module, name, 0.0)
 
 
 class Reference:

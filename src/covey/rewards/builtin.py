@@ -6,10 +6,11 @@ expressions of which many are correct) have no entry in VOTES.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from covey.errors import NamedFailure
 from covey.imports import LazyTable
 from covey.rewards.function import inline, reward
 from covey.rewards.text import normalize_answer, short_answer
@@ -22,13 +23,28 @@ if TYPE_CHECKING:
 @inline
 @reward
 def given(episode: Episode) -> dict[str, float | None] | None:
-    """The reward that the environment or program reported for the episode: its `reward`, or else the sum of its named
-    values, which are measured as given/NAME; plus the rewards of the turns. None if it reported nothing."""
+    """The reward that the environment or program reported for the episode: its `reward`, or else the sum of those of
+    the roles; plus the rewards of the turns. All are measured as given/NAME. None if it reported nothing."""
     table, paid = episode.given, episode.turn_rewards
     if table is None and not paid:
         return None
+    if table and "reward" not in table:
+        _check_roles(table, episode.roles)
     turns = {"turns": sum(paid)} if paid else {}
     return {**turns, **(table or {}), "reward": episode.reported}
+
+
+def _check_roles(table: Mapping[str, object], roles: Collection[str]) -> None:
+    """Refuse a table without `reward`, unless it names roles. A role that has not spoken yet is unknown, so other names
+    are accepted beside those of all roles that have."""
+    if roles and (table.keys() <= set(roles) or set(roles) <= table.keys()):
+        return
+    spoke = f", and the roles of the episode are {', '.join(roles)}" if roles else ", and the episode has no roles"
+    raise NamedFailure(
+        "reward",
+        f"the reported rewards have no 'reward' (keys: {', '.join(map(str, table))}){spoke}: give 'reward', or a value "
+        "for each role",
+    )
 
 
 REWARDS = LazyTable(

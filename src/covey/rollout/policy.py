@@ -34,10 +34,22 @@ LONG = 2**16  # characters: longer messages and tools are rendered in a thread
 
 def state_key(state: Any) -> str:
     """A state as a text of limited length: a text itself, other values as JSON."""
-    text = state if isinstance(state, str) else json.dumps(state, sort_keys=True, default=repr)
+    text = state if isinstance(state, str) else _json(state)
     if len(text) <= LONGEST_STATE:
         return text
     return f"{text[:LONGEST_STATE]}… {blake2b(text.encode(errors='surrogatepass'), digest_size=16).hexdigest()}"
+
+
+def _json(state: Any) -> str:
+    def plain(value: Any) -> Any:
+        if hasattr(value, "tolist"):  # numbers and arrays of NumPy and torch
+            return value.tolist()
+        raise TypeError(type(value).__name__)
+
+    try:
+        return json.dumps(state, sort_keys=True, default=plain)
+    except (TypeError, ValueError, RecursionError) as error:  # also keys of different types, and cycles
+        raise ValueError(f"the state of a turn must be a text or JSON, got {state!r:.60} ({error})") from error
 
 
 class NotFinite(EpisodeError):

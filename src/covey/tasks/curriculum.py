@@ -79,6 +79,11 @@ class SamplerOptions:
 
 def sampler_options(data: DataConfig) -> SamplerOptions:
     """The options of the sampler. Those of another one are refused."""
+    if data.sampler_options and not OPTIONS[data.sampler]:
+        raise InputError(
+            f"data.sampler_options.{next(iter(data.sampler_options))} has no effect: data.sampler={data.sampler} has "
+            "no options\n  name another sampler, or remove it"
+        )
     for name in data.sampler_options:
         if name not in OPTIONS[data.sampler]:
             raise unknown(f"option of data.sampler={data.sampler}", name, OPTIONS[data.sampler])
@@ -252,6 +257,12 @@ def task_buckets(tasks: Sequence[Task], options: SamplerOptions, steps: int) -> 
             "data.sampler=buckets reads a task's difficulty from a column, and data.sampler_options.column names none\n"
             f"  columns of the first task: {', '.join(tasks[0].columns) or 'none'}"
         )
+    if not any(options.column in task.columns for task in tasks):
+        found = dict.fromkeys(name for task in tasks for name in task.columns)
+        raise InputError(
+            f"data.sampler_options.column={options.column}: no task has such a column\n"
+            f"  columns of the data: {', '.join(found) or 'none'}"
+        )
     values = [_difficulty(task, options) for task in tasks]
     count = len(options.levels) or len(options.starts) or BUCKETS
     if options.starts and len(options.starts) != count:
@@ -265,6 +276,13 @@ def task_buckets(tasks: Sequence[Task], options: SamplerOptions, steps: int) -> 
     ordered = sorted(values)
     bounds = [ordered[bucket * len(ordered) // count] for bucket in range(1, count)]  # equal values share a bucket
     return [bisect_right(bounds, value) for value in values], starts
+
+
+def unused_levels(tasks: Sequence[Task], options: SamplerOptions) -> list[str]:
+    """A warning about levels that no task has: their steps add no tasks."""
+    known = {str(task.columns.get(options.column or "")) for task in tasks}
+    missing = [level for level in options.levels if level not in known]
+    return [f"data.sampler_options.levels: no task has the level {', '.join(missing)}"] if missing else []
 
 
 def _difficulty(task: Task, options: SamplerOptions) -> float:

@@ -58,6 +58,8 @@ def read_splits(
             continue
         if size is not None and items and size > len(items):
             warnings.append(f"data.{split}_size={size}, but there are only {len(items)} {noun}")
+        if split == "val" and size is not None and files is None:
+            warnings.append(f"data.val_size={size} has no effect without data.val_files: no {noun} are held out")
         splits.append(tuple(items[:size]))
     if missing:
         raise Absent("\n".join(map(str, missing)))

@@ -133,7 +133,7 @@ def summarise(folder: Path) -> Summary:
         run=run,
         curve=curve,
         steps=len(history.steps),
-        changes=_changes(history, without=curve.best if headline != curve.best else ""),
+        changes=_changes(history, curve, without=curve.best if headline != curve.best else ""),
         ends=ends,
         first=_mean(steps[:ends]),
         last=_mean(steps[-ends:]),
@@ -193,19 +193,25 @@ def html_summary(folder: Path) -> str:
 
 
 def _headline(history: History, curve: Curve) -> str:
-    """`eval/accuracy` if its values are shares; otherwise the metric of the trained reward."""
-    if curve.measure(value for _, value in history.evaluated(curve.best)) != "reward":
+    """`eval/accuracy` if its values are shares; otherwise the metric of the trained reward with the same values. With
+    opponents there is none: `eval/accuracy` is then the mean over the trained roles."""
+    points = history.evaluated(curve.best)
+    if curve.measure(value for _, value in points) != "reward":
         return curve.best
-    return next((key for key in curve.evaluations.values() if history.evaluated(key)), curve.best)
+    return next((key for key in curve.evaluations.values() if history.evaluated(key) == points), curve.best)
 
 
-def _changes(history: History, without: str) -> tuple[Change, ...]:
+def _changes(history: History, curve: Curve, without: str) -> tuple[Change, ...]:
+    """`without`: a metric to skip, because another has its values."""
     changes = []
+    own = [value for _, value in history.evaluated(curve.best)]
+    scale = {curve.best, *curve.evaluations.values()} if curve.measure(own) == "reward" else set()  # of no shares
     for key in history.names():
         points = history.evaluated(key)
         if not key.startswith("eval/") or not points or key == without:
             continue
-        share = evaluation_format(key) != "number" and all(0 <= value <= 1 for _, value in points)
+        known = evaluation_format(key) == "number" or any(key == each or key.startswith(f"{each}/") for each in scale)
+        share = not known and all(0 <= value <= 1 for _, value in points)
         before = next((value for step, value in points if step == 0), None)
         after = next((value for step, value in reversed(points) if step > 0), None)
         changes.append(Change(key, before, after, share))
@@ -279,7 +285,10 @@ def _rewards_sentence(run: dict[str, Any], summary: Summary) -> str:
     others = [name for name in run["reward_names"] if name != run["trained_reward"]]
     also = f" Also measured: {', '.join(map(code, others))}." if others else ""
     what = "the reward" if summary.headline == summary.curve.best else "the mean of the trained reward"
-    return f"{code(summary.headline)} is {what} {code(run['trained_reward'])}.{also}"
+    over = ""
+    if any(change.key == summary.headline == summary.curve.best and not change.share for change in summary.changes):
+        what, over = "the mean of the trained reward", " over the trained roles"
+    return f"{code(summary.headline)} is {what} {code(run['trained_reward'])}{over}.{also}"
 
 
 def change_table(summary: Summary) -> list[str]:

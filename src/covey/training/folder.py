@@ -18,8 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from covey.errors import InputError
-from covey.redact import hide_settings
+from covey.errors import InputError, describe_error
+from covey.redact import hide_known, hide_settings
 from covey.storage import LOCK, StorageFailed, is_locked, lock_folder, write_atomically, writing
 from covey.telemetry.evaluations import copy_evaluations
 from covey.telemetry.history import KILLED
@@ -52,14 +52,23 @@ class RunFolder:
     def release(self) -> None:
         self.lock.close()
 
-    def abandon(self) -> None:
-        """After a failed start, remove the folder if the run wrote nothing of its own to it."""
+    def abandon(self, error: BaseException | None = None) -> None:
+        """After a failed start, remove the folder if the run wrote nothing of its own to it. Otherwise the `error` is
+        written to run.json."""
+        if error is not None and not self.filled and (self.path / INFO).is_file():
+            self._write_error(error)
         if self.filled:
             for entry in self.path.iterdir():
                 if entry.name != LOCK:
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         remove_unused(self.path, self.made)
         self.release()
+
+    def _write_error(self, error: BaseException) -> None:
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        with suppress(InputError, StorageFailed):  # must not hide the error that ended the run
+            if (info := self.info())["status"] == "running":
+                self.write_info(info | {"status": status, "error": hide_known(describe_error(error))})
 
 
 def missing_folders(path: Path) -> tuple[Path, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +34,7 @@ FIELD = re.compile(r"\{(\w+)\}")
 MAX_REPLY = 1 << 28  # bytes: 20 log-probs of each of 100,000 tokens take about 200 MB
 REQUESTS = 32  # at the same time
 RETRIES, MAX_PAUSE = 8, 30.0
+REPORTED = 3  # failed attempts of a request, after about 4 seconds
 SECONDS = 600.0  # for one answer, with retries; then the run ends
 
 # -- Prompts -----------------------------------------------------------------------------------------------------------
@@ -91,12 +92,14 @@ def privileged(messages: Messages, task: Task, template: str) -> Messages:
 
 
 class TeacherEndpoint:
-    def __init__(self, config: TeacherConfig) -> None:
+    def __init__(self, config: TeacherConfig, warn: Callable[[str], None] = lambda text: None) -> None:
         assert config.url is not None
         self.config = config
         self.closing = threading.Event()
         self.threads = ThreadPoolExecutor(REQUESTS, "covey-teacher")
         self.url = config.url.rstrip("/")
+        self.warn = warn
+        self._silent_until = 0.0  # of `_report`
 
     def check_tokenizer(self, tokenizer: ChatTokenizer) -> None:
         """Raise unless the endpoint's tokenizer gives the same ids for a text with many characters and all control
@@ -158,8 +161,14 @@ class TeacherEndpoint:
         return self._post(f"{self.url}/completions", request, read)
 
     def _post(self, url: str, request: Mapping[str, Any], read: Any) -> Any:
-        endpoint = Endpoint(url, self.config.api_key_env, RETRIES, MAX_REPLY, MAX_PAUSE, self.closing)
+        endpoint = Endpoint(url, self.config.api_key_env, RETRIES, MAX_REPLY, MAX_PAUSE, self.closing, self._report)
         return endpoint.post(request, read, time.monotonic() + SECONDS)
+
+    def _report(self, attempts: int, why: str) -> None:
+        """Say that requests are repeated, but not of each one."""
+        if attempts >= REPORTED and time.monotonic() >= self._silent_until:
+            self._silent_until = time.monotonic() + MAX_PAUSE
+            self.warn(f"the teacher at {self.url} does not answer, trying again: {why}")
 
 
 Scored = tuple[float, list[tuple[int, float]]]

@@ -100,6 +100,7 @@ class StepWarnings:
     limits: Mapping[str, object]  # values of the settings in `covey.types.CUT_BY`
     group_of_one: bool = False  # one attempt per task: attempts at different tasks are compared
     roles: Mapping[str, Sequence[str]] = field(default_factory=dict)  # that settings name, by setting
+    rewards_trained: bool = True  # False: a teacher alone is learned from
     _warned: set[str] = field(default_factory=set)
     _steps_without_signal: int = 0  # among the first steps
     _recent: deque[Collected] = field(default_factory=lambda: deque(maxlen=FIRST))
@@ -108,7 +109,9 @@ class StepWarnings:
         collected = result.collected
         self._recent.append(collected)
         episodes = [episode for group in collected.groups for episode in group.episodes]
-        self._check_signal(index, metrics)
+        self._check_trained(index, episodes)
+        if self.rewards_trained:
+            self._check_signal(index, metrics)
         self._check_cut()
         for cause in collected.failures:
             self._warn_once(cause, f"episodes are failing ({cause}), the first: {collected.examples[cause]}")
@@ -142,6 +145,15 @@ class StepWarnings:
                 self._warn_once(
                     f"{setting} {role}", f"{setting} names the role {role}, which was not seen so far: {found}"
                 )
+
+    def _check_trained(self, index: int, episodes: Sequence[Episode]) -> None:
+        """Warn about a step without a token to train on."""
+        turns = [turn for episode in episodes for turn in episode.turns]
+        if not turns or any(turn.trained for turn in turns):
+            return
+        named = [f"{setting}=[{', '.join(roles)}]" for setting, roles in self.roles.items() if roles]
+        cause = f"check {' and '.join(named)}" if named else "the agent asks for every turn with trained=False"
+        self._warn_once("trained", f"step {index + 1}: no token can be trained on: no turn is trained; {cause}")
 
     def _check_cut(self) -> None:
         """Warn when the first episode fails because it was cut off, or when many are cut off in several steps."""

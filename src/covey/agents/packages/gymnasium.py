@@ -118,10 +118,21 @@ class GymnasiumAdapter:
             return observation
         if self.observation is not None:
             items = observation if isinstance(observation, (tuple, list)) else (observation,)
-            return str(self.observation).format(*items)
+            return self._fill(items)
         if self.rendered:
             return plain_text(str(environment.render()))
         return f"Observation: {observation}"
+
+    def _fill(self, items: Sequence[Any]) -> str:
+        try:
+            return str(self.observation).format(*items)
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
+            last = f"to {{{len(items) - 1}}}" if len(items) > 1 else "alone"
+            raise InputError(
+                f"agent.environment_options.observation={self.observation!r} cannot be filled in "
+                f"({type(error).__name__}: {error})\n"
+                f"  an observation of {self.name} has the items {{0}} {last}; write {{{{ for a brace itself"
+            ) from error
 
     def action(self, space: Any, reply: str) -> Any:
         """The action that a reply names, the last if there are several; None if there is none."""

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from covey.models.families import FUSED_ATTENTION, FUSED_MLP
+from covey.models.families import FUSED_ATTENTION, FUSED_MLP, layers_of
 from covey.models.forwards import prepare_to_compile_layers, replaced_forwards
 from covey.rollout.embedded import attention
 from covey.rollout.embedded.cache import KvCache
@@ -157,7 +157,7 @@ class GraphRunner:
         self.wanted: Counter[tuple[str, int]] = Counter()  # uses of sizes that are not captured
         self.pool: Any = None
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.layers = list(attention.backbone(model).layers)
+        self.layers = layers_of(attention.backbone(model))
         self.fused = FusedLayers(self.layers)
 
     # -- decode ----------------------------------------------------------------------------------------------------
