@@ -29,14 +29,14 @@ from covey.evaluation.statistics import wilson
 PAGE = SOURCE.parent / "docs" / "gui.md"
 HELD_OUT = 200  # screenshots
 LIVE = 50  # pages
-SFT = ["model.freeze_vision=false", "data.train_batch_size=32", "data.val_size=50", "learner.lr=1e-3"]
-SFT += ["learner.warmup_steps=20", "learner.schedule=cosine", "loop.total_steps=300"]
+SFT = ["model.freeze_vision=false", "data.train_batch_size=32", "data.val_size=50", "learner.lr=2e-3"]
+SFT += ["learner.warmup_steps=50", "learner.schedule=cosine", "loop.total_steps=2000"]
 RL = ["agent=gui", "agent.format=thought_action", "reward=click_in_box", "algorithm=grpo", "model.freeze_vision=false"]
-RL += ["data.train_batch_size=16", "rollout.group_size=8", "rollout.max_tokens=24", "learner.lr=3e-4"]
+RL += ["data.train_batch_size=16", "rollout.group_size=8", "rollout.max_tokens=40", "learner.lr=3e-4"]
 RL += ["loop.total_steps=60", "eval.modes=[greedy,sampled]"]
 PAGES = ["agent=gui", "agent.format=thought_action", "data=gui_pages", "data.options.kinds=[colour]"]
 PAGES += ["data.options.buttons=4", "data.options.varied=true", "data.options.viewport=[112,96]"]
-PAGES += ["data.options.max_turns=1", "rollout.max_tokens=24", "agent.browsers=1"]
+PAGES += ["data.options.max_turns=1", "rollout.max_tokens=40", "agent.browsers=1"]
 MODES = ("greedy", "sampled")
 
 

@@ -4,9 +4,9 @@
     covey sft model=pages/model ...           # imitates the demonstrations
     covey train model=outputs/DATE/TIME agent=gui data=gui_pages ...    # learns on fresh pages from their reward
 
-docs/gui.md has the whole commands and what was learned. The demonstrations are the scripted solutions of
-`data=gui_pages`, played in Chromium. The small model has Qwen3-VL's architecture, random weights, and a tokenizer of
-the words of these pages. With a model of the hub only the last command is needed.
+docs/gui.md has the whole commands and what was learned. The demonstrations are on pages of `data=gui_pages`, shown by
+Chromium; half of them are careless. The small model has Qwen3-VL's architecture, random weights, and a tokenizer of the
+words of these pages. With a model of the hub only the last command is needed.
 """
 
 import argparse
@@ -36,7 +36,7 @@ BUTTONS = """all => all.map(button => { const r = button.getBoundingClientRect()
     return [button.ariaLabel, [r.left, r.top, r.right, r.bottom]] })"""
 
 
-def write_data(folder, counts, slips, seed):
+def write_data(folder, counts, careless, seed):
     """Screenshots of pages: demos.jsonl and val-demos.jsonl with what a player says; train.jsonl and val.jsonl, tasks
     with the box that must be clicked. Both val files are of the same pages, of held-out layouts."""
     from playwright.sync_api import sync_playwright
@@ -51,7 +51,7 @@ def write_data(folder, counts, slips, seed):
         page = browser.new_page(viewport={"width": VIEWPORT[0], "height": VIEWPORT[1]})
         for name, part in parts.items():
             dice = random.Random(f"{seed} {name}")
-            rows = [row(page, task, folder, f"{name}-{n}", slips, dice) for n, task in enumerate(part)]
+            rows = [row(page, task, folder, f"{name}-{n}", careless, dice) for n, task in enumerate(part)]
             said, asked = [demo for demos, _ in rows for demo in demos], [task for _, task in rows]
             for file, lines in zip(files[name], (said, asked), strict=True):
                 if file is not None:
@@ -59,8 +59,8 @@ def write_data(folder, counts, slips, seed):
         browser.close()
 
 
-def row(page, task, folder, name, slips, dice):
-    """Demonstrations of the page, one for each of its buttons, and the page as a task. A slip clicks any button."""
+def row(page, task, folder, name, careless, dice):
+    """Demonstrations of the page, one for each of its buttons, and the page as a task."""
     page.set_content(task.columns["html"])
     shot = f"screens/{name}.png"
     page.screenshot(path=folder / shot)
@@ -68,7 +68,7 @@ def row(page, task, folder, name, slips, dice):
     names = " ".join(name for name, _ in buttons)
     demos = []
     for asked, _ in buttons:
-        clicked, box = dice.choice(buttons) if dice.random() < slips else (asked, dict(buttons)[asked])
+        clicked, box = dice.choice(buttons) if dice.random() < careless else (asked, dict(buttons)[asked])
         demos.append(demonstration(asked, clicked, box, names, shot))
     (step,) = task.columns["solution"]
     right = dict(buttons)[page.get_attribute(step["selector"], "aria-label")]
@@ -157,9 +157,9 @@ if __name__ == "__main__":
     parser.add_argument("--demos", type=int, default=4000, help="pages of demonstrations, one for each button")
     parser.add_argument("--train", type=int, default=1000, help="screenshots for covey train")
     parser.add_argument("--val", type=int, default=200, help="held-out screenshots")
-    parser.add_argument("--slips", type=float, default=0.5, help="share of demonstrations that click any button")
+    parser.add_argument("--careless", type=float, default=0.5, help="share of careless demonstrations")
     args = parser.parse_args()
 
-    write_data(args.folder, (args.demos, args.train, args.val), args.slips, args.seed)
+    write_data(args.folder, (args.demos, args.train, args.val), args.careless, args.seed)
     weights = write_model(args.folder / "model", texts_of(args.folder / "demos.jsonl"), args.seed)
     print(f"{args.folder}: demonstrations on {args.demos} pages, {args.train} + {args.val} tasks, {weights:,} weights")
