@@ -30,7 +30,7 @@ PAGE = SOURCE.parent / "docs" / "gui.md"
 HELD_OUT = 200  # screenshots
 LIVE = 50  # pages
 SFT = ["model.freeze_vision=false", "data.train_batch_size=32", "data.val_size=50", "learner.lr=2e-3"]
-SFT += ["learner.warmup_steps=50", "learner.schedule=cosine", "loop.total_steps=2000"]
+SFT += ["learner.warmup_steps=50", "learner.schedule=cosine", "loop.total_steps=3000"]
 RL = ["agent=gui", "agent.format=thought_action", "reward=click_in_box", "algorithm=grpo", "model.freeze_vision=false"]
 RL += ["data.train_batch_size=16", "rollout.group_size=8", "rollout.max_tokens=40", "learner.lr=3e-4"]
 RL += ["loop.total_steps=60", "eval.modes=[greedy,sampled]"]

@@ -5,8 +5,8 @@
     covey train model=outputs/DATE/TIME agent=gui data=gui_pages ...    # learns on fresh pages from their reward
 
 docs/gui.md has the whole commands and what was learned. The demonstrations are on pages of `data=gui_pages`, shown by
-Chromium; half of them are careless. The small model has Qwen3-VL's architecture, random weights, and a tokenizer of the
-words of these pages. With a model of the hub only the last command is needed.
+Chromium; two fifths of them are careless. The small model has Qwen3-VL's architecture, random weights, and a tokenizer
+of the words of these pages. With a model of the hub only the last command is needed.
 """
 
 import argparse
@@ -157,7 +157,7 @@ if __name__ == "__main__":
     parser.add_argument("--demos", type=int, default=4000, help="pages of demonstrations, one for each button")
     parser.add_argument("--train", type=int, default=1000, help="screenshots for covey train")
     parser.add_argument("--val", type=int, default=200, help="held-out screenshots")
-    parser.add_argument("--careless", type=float, default=0.5, help="share of careless demonstrations")
+    parser.add_argument("--careless", type=float, default=0.4, help="share of careless demonstrations")
     args = parser.parse_args()
 
     write_data(args.folder, (args.demos, args.train, args.val), args.careless, args.seed)
