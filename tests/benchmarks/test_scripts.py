@@ -78,7 +78,7 @@ NOT_RUN = {
     "mutants": "needs a process that has not imported Covey: test_mutants.py",
 }
 # Start processes of their own, or train many times.
-SLOW = ("faults", "gateway_load", "kills", "soak", "turn_credit", "two_rewards")
+SLOW = ("curriculum", "faults", "gateway_load", "kills", "soak", "turn_credit", "two_rewards")
 
 
 def test_every_script_is_run_or_says_why_not() -> None:

@@ -68,7 +68,7 @@ TRIED = {
 }
 
 
-SLOW = ("gsm8k-long", "gsm8k-1.5b", "rewards", "staleness")
+SLOW = ("gsm8k-long", "gsm8k-1.5b", "rewards", "staleness", "agents")
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in TRIED])

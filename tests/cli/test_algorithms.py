@@ -121,7 +121,13 @@ def test_regularisers_and_controls(tiny_model_folder: Path, settings: list[str],
         assert all(math.isfinite(value) for value in metrics.values()), metrics
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+# One of each kind; the others are slow.
+MASKED = ("gvpo", "grpo", "ppo", "remax", "online_dpo", "gigpo")
+
+
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(name, marks=[pytest.mark.slow] * (name not in MASKED)) for name in ALGORITHMS]
+)
 def test_truncated_answers_are_not_learned_from_if_masked(tiny_model_folder: Path, algorithm: str) -> None:
     """With one token, every answer but a bare end token is cut off."""
     settings = (f"algorithm={algorithm}", "algorithm.truncated=mask", "rollout.max_tokens=1", "critic.shared=true")

@@ -46,7 +46,7 @@ def counts() -> dict[str, int]:
 @pytest.mark.parametrize(
     "ending",
     [
-        "close",
+        pytest.param("close", marks=pytest.mark.slow),
         pytest.param("forget", marks=pytest.mark.slow),
         "mode=async",
         pytest.param("failed", marks=pytest.mark.slow),

@@ -86,7 +86,7 @@ def outcome(folder: Path) -> dict[str, Any]:
         pytest.param((), marks=pytest.mark.slow),  # tests/faults/test_crash.py kills such a run at many places
         pytest.param(("algorithm=grpo", "model.dtype=bfloat16", "learner.mini_batch_size=2"), marks=pytest.mark.slow),
         pytest.param(("model.lora.rank=4",), marks=pytest.mark.slow),
-        ("algorithm.reference=moving", "algorithm.reference_every=2"),
+        pytest.param(("algorithm.reference=moving", "algorithm.reference_every=2"), marks=pytest.mark.slow),
         pytest.param(
             ("algorithm=grpo", "algorithm.kl_coef=0.1", "algorithm.reference_every=2", "model.lora.rank=4"),
             marks=pytest.mark.slow,

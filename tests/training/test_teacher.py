@@ -93,7 +93,7 @@ def test_the_student_becomes_its_teacher(
     assert start > 0.3 and abs(end) < left * start
 
 
-@pytest.mark.parametrize("name", ["initial", "current"])
+@pytest.mark.parametrize("name", [pytest.param("initial", marks=pytest.mark.slow), "current"])
 def test_the_policy_learns_from_itself_with_a_hint(tiny_model_folder: Path, name: str) -> None:
     """The KL is that between the start policy without and with the hint in its prompt."""
     hint = {"teacher.name": name, "teacher.prompt_template": "{question}? {hint}"}
@@ -210,6 +210,7 @@ def test_an_endpoint_scores_as_the_model_does(
     assert len(vllm.requests) == 2 * 4 * 16 and {r["prompt_logprobs"] for r in vllm.requests} == {1}
 
 
+@pytest.mark.slow
 def test_an_endpoint_sends_the_most_likely_tokens(vllm: Vllm, tiny_model_folder: Path, teacher_folder: Path) -> None:
     """KL over some tokens is below that over the vocabulary. The teacher's most likely tokens may be tokens that only
     it has."""

@@ -48,8 +48,7 @@ class ClipCov:
         check_ranges(self, "algorithm.")
         if self.clip_cov_low > self.clip_cov_high:
             raise InputError(
-                f"algorithm.clip_cov_low={self.clip_cov_low:g} is over clip_cov_high={self.clip_cov_high:g}, and no "
-                "token has a covariance between them"
+                f"algorithm.clip_cov_low={self.clip_cov_low:g} is over clip_cov_high={self.clip_cov_high:g}"
             )
 
     def first_pass(self, out: TokenOutputs, batch: Batch) -> Batch:
@@ -122,7 +121,5 @@ def largest(x_RT: Tensor, among_RT: Tensor, share: float, batch: Batch) -> Tenso
 
 
 def _metrics(chosen: Tensor, out: TokenOutputs, batch: Batch) -> Metrics:
-    return {
-        "cov/held_back": masked_mean(chosen.double(), batch.mask_RT),
-        "cov/mean": masked_mean(covariance(out, batch), batch.mask_RT),
-    }
+    values = {"cov/held_back": chosen.double(), "cov/mean": covariance(out, batch)}
+    return {name: masked_mean(value, batch.mask_RT) for name, value in values.items()}
