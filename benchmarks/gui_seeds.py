@@ -83,11 +83,10 @@ def one_seed(seed: int, model: Path, pages: Path, out: Path, extra: Sequence[str
     }
 
 
-def live(models: Sequence[str], out: Path, extra: Sequence[str]) -> list[dict[str, Any]]:
+def live(models: Sequence[str], out: Path, extra: Sequence[str]) -> list[float]:
     """Success of each model on live pages, greedily."""
     run_covey(["eval", *models, *PAGES, "--limit", str(LIVE), "--out", str(out / "live"), *extra])
-    found: list[dict[str, Any]] = json.loads((out / "live" / "results.json").read_text())["scores"]
-    return found
+    return [result["pass@1"]["value"] for result in json.loads((out / "live" / "results.json").read_text())["results"]]
 
 
 def with_interval(share: float, pages: int) -> str:
