@@ -29,9 +29,7 @@ class Endpoint:
     max_bytes: int  # of an answer
     max_pause: float  # seconds between attempts
     closing: threading.Event  # ends the pauses
-    on_failure: Callable[[int, str], None] = lambda attempt, why: (
-        None
-    )  # before a pause: failed attempts, the last error
+    on_failure: Callable[[int, str], None] | None = None  # before a pause: failed attempts, the last error
 
     def post(self, request: Mapping[str, Any], read: Callable[[Any], T], deadline: float) -> T:
         """What `read` makes of the answer to a request; `read` raises LookupError, TypeError or ValueError if it cannot
@@ -50,7 +48,8 @@ class Endpoint:
                 why = f"{type(error).__name__}: {error}"
             if attempt == self.retries or time.monotonic() + pause > deadline:
                 break
-            self.on_failure(attempt + 1, why)
+            if self.on_failure is not None:
+                self.on_failure(attempt + 1, why)
             if self.closing.wait(pause):
                 break
         raise EndpointError(f"{self.url} gave no answer after {attempt + 1} attempts: {why}")

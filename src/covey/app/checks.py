@@ -216,8 +216,8 @@ def check_roles(config: Config, agent: Agent) -> None:
     """Refuse agent.train_roles where nothing reads it: all roles would be trained on."""
     if config.agent.train_roles and not isinstance(agent, EnvironmentAgent):
         raise InputError(
-            f"agent.train_roles={list(config.agent.train_roles)} is for environments of your own: "
-            f"agent={config.agent.name} is none\n"
+            f"agent.train_roles={list(config.agent.train_roles)} is for environments of your own, "
+            f"not for agent={config.agent.name}\n"
             "  a coroutine chooses its turns itself, policy.ask(..., trained=False); agent=flow has agent.train_modules"
         )
 
@@ -292,7 +292,7 @@ def _check_filter(config: Config, algorithm: Algorithm, rewards: RewardSet) -> l
         return []
     if config.rollout.group_size < 2:
         raise InputError("algorithm.filter_groups compares the attempts at a task: rollout.group_size must be over 1")
-    if config.teacher.name is not None and config.teacher.alone:
+    if config.teacher.alone:
         raise InputError(
             "algorithm.filter_groups drops groups by their rewards, and with teacher.alone=true rewards are not "
             "trained on\n  algorithm.filter_groups=false"

@@ -53,7 +53,7 @@ from covey.rollout.templates import use_template
 from covey.tasks import TaskSet, default_reward, nothing_to_train_on, steps_per_epoch
 from covey.tasks.curriculum import Curriculum, sampler_options, task_buckets, unused_levels
 from covey.telemetry import RunInfo, check_logging
-from covey.types import Sampling
+from covey.types import Sampling, Task
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import
     from covey.algorithms import Algorithm
@@ -181,10 +181,7 @@ def prepare(
     missing.collect(rewards.verify)
     warnings += [*task_set.warnings, *check_algorithm(config, algorithm, rewards)]
     warnings += check_sizes(config, task_set.train, task_set.validation, "training tasks")
-    options = sampler_options(config.data)
-    if training and config.data.sampler == "buckets" and task_set.train:
-        task_buckets(task_set.train, options, total_steps(config, len(task_set.train)))
-        warnings += unused_levels(task_set.train, options)
+    warnings += _check_sampler(config, task_set.train if training else ())
     missing.collect(lambda: rewards.check_all((*task_set.train, *task_set.validation)))
     longest = 0
     if source is not None:
@@ -240,6 +237,15 @@ def _check_models(
         check_reference(source, algorithm)
         missing.collect(lambda: check_training(config, adapter=source.adapter is not None))
     use_template(source.tokenizer, config.agent.template)
+
+
+def _check_sampler(config: Config, tasks: Sequence[Task]) -> list[str]:
+    """Check the options of the task sampler, and that `tasks`, if there are any, have its column. Returns warnings."""
+    options = sampler_options(config.data)
+    if config.data.sampler != "buckets" or not tasks:
+        return []
+    task_buckets(tasks, options, total_steps(config, len(tasks)))
+    return unused_levels(tasks, options)
 
 
 def _digests(tasks: TaskSet, rewards: RewardSet, **objects: Any) -> dict[str, str]:

@@ -31,6 +31,7 @@ from covey.ranges import (
 
 GUI_FORMATS = ("computer_use", "thought_action")
 EPISODES_PER_STEP = 1_000_000  # the maximum of data.train_batch_size × rollout.group_size
+TEACHER_TOP_K = 20  # the default of teacher.top_k
 _GREEDY = "greedy answers to one task are all the same: a group of them has nothing to compare"
 
 
@@ -285,7 +286,7 @@ class TeacherConfig:
     dtype: str = "auto"  # float32 | bfloat16 | float16; auto: bfloat16 on a GPU, float32 on a CPU
     url: str | None = None  # the teacher's OpenAI-compatible endpoint, http://HOST/v1 (vLLM); null: in this process
     api_key_env: str | None = None  # url: the environment variable that holds the key
-    top_k: TeacherTokens = 20  # url: the teacher's most likely tokens in kl=top_k
+    top_k: TeacherTokens = TEACHER_TOP_K  # url: the teacher's most likely tokens in kl=top_k
 
     def __post_init__(self) -> None:
         check_ranges(self, "teacher.")
@@ -296,7 +297,7 @@ class TeacherConfig:
                 f"teacher.discount={self.discount:g} is for teacher.kl=sampled, whose KL is an advantage\n"
                 f"  with teacher.kl={self.kl} leave it at 0"
             )
-        if self.top_k != 20 and self.kl != "top_k":
+        if self.top_k != TEACHER_TOP_K and self.kl != "top_k":
             raise InputError(f"teacher.top_k={self.top_k} is for teacher.kl=top_k, and teacher.kl={self.kl}")
         if self.api_key_env is not None and self.url is None:
             raise InputError("teacher.api_key_env names the key of teacher.url, and there is no teacher.url")

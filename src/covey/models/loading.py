@@ -241,6 +241,11 @@ def set_checkpointing(model: Any, enabled: bool) -> None:
         lm.gradient_checkpointing_disable()
     # Gradient checkpointing needs training mode. Without dropout the modes do not differ otherwise.
     model.train(enabled)
+    _disable_dropout(lm)
+
+
+def _disable_dropout(lm: Any) -> None:
+    """Without it a model computes the same in training mode. It is configured in some models, such as GPT-2."""
     for module in lm.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -193,8 +193,8 @@ def html_summary(folder: Path) -> str:
 
 
 def _headline(history: History, curve: Curve) -> str:
-    """`eval/accuracy` if its values are shares; otherwise the metric of the trained reward with the same values. With
-    opponents there is none: `eval/accuracy` is then the mean over the trained roles."""
+    """`eval/accuracy` if its values are shares; otherwise the metric of the trained reward, if its values are the same.
+    With opponents they differ, because `eval/accuracy` is the mean over the trained roles only."""
     points = history.evaluated(curve.best)
     if curve.measure(value for _, value in points) != "reward":
         return curve.best

@@ -87,7 +87,7 @@ class Run:
                 "agent.train_roles": self.config.agent.train_roles,
                 "agent.opponents": self.config.agent.opponents,
             },
-            rewards_trained=not (self.config.teacher.name is not None and self.config.teacher.alone),
+            rewards_trained=not self.config.teacher.alone,
         )
 
     @property
