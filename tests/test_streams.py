@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from covey.streams import stream_seed, uniform
+from covey.streams import stream_seed, uniform, uniforms
 
 
 def first_eight_bytes(text: bytes) -> int:
@@ -19,6 +19,12 @@ def first_eight_bytes(text: bytes) -> int:
 def test_a_number_is_the_hash_of_seed_and_position(seed: int, position: int) -> None:
     """Two unsigned 64-bit integers, little-endian; the upper 53 of 64 bits as a fraction."""
     assert uniform(seed, position) == (first_eight_bytes(struct.pack("<QQ", seed, position)) // 2**11) / 2**53
+
+
+def test_many_numbers_at_once_are_the_same() -> None:
+    streams = [(0, 0), (2**63 - 1, 300), (12345, 2**32)]
+    expected = [[uniform(seed, position + step) for step in range(5)] for seed, position in streams]
+    assert uniforms(iter(streams), 5).tolist() == expected
 
 
 def test_a_seed_is_the_hash_of_the_name_and_fits_a_signed_integer() -> None:

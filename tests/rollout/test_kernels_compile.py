@@ -48,13 +48,13 @@ def test_attention(group: int, heads: int, dim: int, norms: bool) -> None:
     head = {"D": dim, "DPAD": pad}
     cache = {"K": heads, "SIZE": 64, **head}
     kind = {"ROTATES": True, "NORMS": norms}
-    for per_row in (1, TILE):
-        compiled("_write", {"k": BF16, "v": BF16, **TURN, **CACHE}, {"KPAD": 8, "PER_ROW": per_row, **cache, **kind})
+    compiled("_write", {"k": BF16, "v": BF16, **TURN, **CACHE}, {"KPAD": 8, "TILE": TILE, **cache, **kind})
     rotate = {"H": heads * group, "HPAD": 16, **head, "NORMS": norms}
     compiled("_rotate", {"q": BF16, "out": BF16, "eps": "fp32", **TURN}, rotate)
     for splits in (1, 4):
         constants = {**cache, **kind, "G": group, "GPAD": max(16, group_pad), "SPLITS": splits}
-        compiled("_attend", {"q": BF16, "out": BF16, **TURN, **CACHE, **SPLIT}, constants)
+        inputs = {"q": BF16, "k": BF16, "v": BF16, "k_norm": BF16, **TURN}
+        compiled("_attend", {**inputs, "out": BF16, **CACHE, **SPLIT}, constants)
     warps = 4 if TILE * group_pad * pad <= 8192 else 8
     prompt = {**cache, "G": group, "GPAD": group_pad, "TILE": TILE}
     metadata = compiled("_attend_prompt", {"q": BF16, "out": BF16, **CACHE}, prompt, warps).metadata

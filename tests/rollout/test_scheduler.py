@@ -56,6 +56,14 @@ def test_who_enters_has_blocks_for_its_tokens_and_is_fed_the_last_one() -> None:
     assert (one.next_token, one.tokens, one.remaining) == (42, (7, 8, 9, 10, 11, 42), 3)
 
 
+def test_tokens_between_two_positions() -> None:
+    one = request([7, 8, 9])
+    one.ids = [40, 41]
+    for start in range(6):
+        for end in range(start, 7):
+            assert tuple(one.tokens_between(start, end)) == one.tokens[start:end]
+
+
 def test_what_is_reserved_only_if_it_is_free() -> None:
     """Two requests with 2 of their 3 tokens in the cache, in 2 blocks of 2 each, and 4 more blocks."""
     one, other = requests = [request([1, 2, 3], max_tokens=6), request([4, 5, 6], max_tokens=9)]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from covey.cli.main import main
-from covey.training.interrupts import freeze_garbage, time_limit
+from covey.training.interrupts import freeze_garbage, freeze_more, time_limit
 from covey.training.run import Run
 
 SETTINGS = [
@@ -115,6 +115,20 @@ def test_old_objects_are_frozen_and_new_garbage_is_found() -> None:
     assert gc.get_freeze_count() == 0
     gc.collect()
     assert old_seen() is None
+
+
+@pytest.mark.usefixtures("nothing_is_frozen")
+def test_objects_of_the_first_step_are_frozen_too() -> None:
+    with freeze_garbage():
+        garbage, kept = weakref.ref(Ring()), Ring()
+        seen = weakref.ref(kept)
+        freeze_more()
+        assert garbage() is None  # collected before the rest was frozen
+        del kept
+        gc.collect()
+        assert seen() is not None
+    gc.collect()
+    assert seen() is None and gc.get_freeze_count() == 0
 
 
 @pytest.mark.usefixtures("nothing_is_frozen")

@@ -21,7 +21,7 @@ from covey.training.callbacks import Callbacks
 from covey.training.checkpoint import Best, Checkpoint, CheckpointStore, best_of
 from covey.training.evaluate import Evaluator
 from covey.training.folder import RunFolder
-from covey.training.interrupts import TimeLimit, freeze_garbage, handle_signals, run_to_end
+from covey.training.interrupts import TimeLimit, freeze_garbage, freeze_more, handle_signals, run_to_end
 from covey.training.metrics import step_metrics
 from covey.training.record import Step, episode_view, step_episodes, step_view
 from covey.training.step import Pipeline, StepResult, publish, sample, update
@@ -214,6 +214,8 @@ class Run:
         metrics["perf/generated_tokens"] = float(self.engine.generated_tokens - tokens_before)
         self._updated = Step(index, self.telemetry.measure(metrics), collected.groups), result
         self.done = index + 1
+        if index == self.first_step:
+            freeze_more()
 
     @asynccontextmanager
     async def _sampling(self) -> AsyncIterator[None]:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 BLOCK = 64  # tokens of a block of the cache
 STEPS = 8  # of a decode run: the host reads the tokens after each run
-SHORT_STEPS = 4  # of a run after a request has entered
-PATIENCE = 4  # short runs after an entry
 KEEP = 0.75  # while requests wait: share of the rows that must continue for the next run to be launched ahead
 
 
@@ -62,7 +60,6 @@ class PagedBatch:
         self._like: Tensor | None = None  # a key of the cache, as `KvCache.layer` takes it
         self._graphs: GraphRunner | None = None
         self._run: DecodeRun | None = None  # launched and not read yet
-        self._since_entry = 0  # runs launched since a request entered
 
     @property
     def busy(self) -> bool:
@@ -92,7 +89,6 @@ class PagedBatch:
             runner.prefill(list(admissions))
             return
         for groups in self._graphs.waves(admissions):
-            self._since_entry = 0
             self._graphs.prefill([(group.leader, group.shared, group.leader.cached) for group in groups])
             pairs = [
                 (source, target)
@@ -175,7 +171,7 @@ class PagedBatch:
             return draw_next(rows, graphs.logits(rows))
         if run is None:
             self.scheduler.reserve(STEPS)
-            run = graphs.launch(list(self.scheduler.running), self._steps(), {})
+            run = graphs.launch(list(self.scheduler.running), STEPS, {})
         self._run = self._next_run(graphs, run)
         return self._read(run)
 
@@ -186,13 +182,7 @@ class PagedBatch:
         rows = [row for row in self.scheduler.running if row.remaining > ahead.get(row, 0)]
         if not rows or (self.scheduler.waiting and len(rows) < KEEP * len(ahead)):
             return None
-        steps = self._steps()
-        return graphs.launch(rows, steps, ahead) if self.scheduler.reserve_if_free(run.steps + steps) else None
-
-    def _steps(self) -> int:
-        """Short runs while requests come and go one by one: a request waits for the runs launched before it enters."""
-        self._since_entry += 1
-        return STEPS if self._since_entry > PATIENCE else SHORT_STEPS
+        return graphs.launch(rows, STEPS, ahead) if self.scheduler.reserve_if_free(run.steps + STEPS) else None
 
     def _read(self, run: DecodeRun) -> Drawn:
         # Without those that left: their blocks are released.

@@ -48,7 +48,7 @@ from covey.rollout.embedded.kernels import (
 )
 from covey.rollout.embedded.scheduler import PrefillGroup, RequestState
 from covey.rollout.embedded.slots import Slots
-from covey.streams import uniform
+from covey.streams import uniforms
 
 CHUNKS = (64, 128, 256, 512, 1024, 1536, 2048)  # prompt tokens of a pass
 FEWEST = 8  # rows of a decode step: fewer are not faster
@@ -166,11 +166,8 @@ class GraphRunner:
         """Launch the next `steps` tokens of every sequence. `ahead`: tokens that were launched and not read yet."""
         placed = self._place(rows)
         captured = self._decode(len(placed), draws=True, steps=steps)
-        numbers = [
-            [uniform(r.sampling.seed, len(r.ids) + ahead.get(r, 0) + s) if r else 0.0 for s in range(steps)]
-            for r in placed
-        ]
-        self._send(self.uniform_BS[: len(placed), :steps], numbers)
+        streams = ((r.sampling.seed, len(r.ids) + ahead.get(r, 0)) if r else (0, 0) for r in placed)
+        self._send(self.uniform_BS[: len(placed), :steps], uniforms(streams, steps))
         self.step_B.zero_()
         for _ in range(steps):
             captured.replay()
@@ -281,7 +278,7 @@ class GraphRunner:
             for row, start, end in chunk:
                 tiles = -(-(end - start) // TILE)
                 padding = tiles * TILE - (end - start)
-                ids += [*row.tokens[start:end], *[0] * padding]
+                ids += [*row.tokens_between(start, end), *[0] * padding]
                 places += [*range(start, end), *[-1] * padding]
                 tables += [row.blocks] * tiles
             needed = next(size for size in CHUNKS if size >= len(ids))

@@ -49,13 +49,13 @@ def _rotated(
 def _write(
     k, v, cos, sin, norm, keys, values, table, position, k_stride, v_stride, turn_stride, table_stride, eps,
     K: tl.constexpr, KPAD: tl.constexpr, D: tl.constexpr, DPAD: tl.constexpr, SIZE: tl.constexpr,
-    ROTATES: tl.constexpr, NORMS: tl.constexpr, PER_ROW: tl.constexpr,
+    ROTATES: tl.constexpr, NORMS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the key and value of token b, all heads, to the cache. A row of the table serves `PER_ROW` tokens."""
+    """Write the key and value of prompt token b, all heads, to the cache. A row of the table serves a tile."""
     b = tl.program_id(0)
     position_b = tl.load(position + b)
     at = tl.maximum(position_b, 0)
-    block = tl.load(table + (b // PER_ROW) * table_stride + at // SIZE).to(tl.int64)
+    block = tl.load(table + (b // TILE) * table_stride + at // SIZE).to(tl.int64)
     h = tl.arange(0, KPAD)
     d = tl.arange(0, DPAD)
     inside = (h < tl.where(position_b >= 0, K, 0))[:, None] & (d < D)[None]
@@ -70,17 +70,19 @@ def _write(
 
 @triton.jit
 def _attend(
-    q, cos, sin, norm, keys, values, table, position, out, part, part_m, part_l, scale, window, q_stride, turn_stride,
-    table_stride, eps,
+    q, k, v, cos, sin, norm, k_norm, keys, values, table, position, out, part, part_m, part_l, scale, window, q_stride,
+    k_stride, v_stride, turn_stride, table_stride, eps,
     K: tl.constexpr, G: tl.constexpr, GPAD: tl.constexpr, D: tl.constexpr, DPAD: tl.constexpr, SIZE: tl.constexpr,
     SPLITS: tl.constexpr, ROTATES: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Sequence b, key head h, one split of its blocks: softmax(q·k) v of the G query heads, online."""
+    """Sequence b, key head h, one split of its blocks: softmax(q·k) v of the G query heads, online. The last split has
+    the new token too, and writes its key and value to the cache."""
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(position + b) + 1
-    lowest = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    position_b = tl.load(position + b)
+    cached = tl.maximum(position_b, 0)
+    lowest = tl.where(window > 0, tl.maximum(position_b + 1 - window, 0), 0)
     first = lowest // SIZE
-    last = tl.cdiv(length, SIZE)
+    last = tl.cdiv(cached, SIZE)
     each = tl.cdiv(last - first, SPLITS)
     start = first + s * each
     end = tl.minimum(start + each, last)
@@ -99,7 +101,7 @@ def _attend(
         base = (block * K + h) * SIZE * D
         tile = base + n[:, None] * D + d[None]
         column = i * SIZE + n
-        seen = (column >= lowest) & (column < length)
+        seen = (column >= lowest) & (column < cached)
         # Masked positions may hold NaN of an earlier sequence, and 0 · NaN is NaN: so they are not loaded at all.
         inside = seen[:, None] & (d < D)[None]
         k_nd = tl.load(keys + tile, mask=inside, other=0.0)
@@ -112,6 +114,27 @@ def _attend(
         v_nd = tl.load(values + tile, mask=inside, other=0.0)
         acc = acc * shrink[:, None] + tl.dot(p.to(v_nd.dtype), v_nd, input_precision="ieee")
         total = total * shrink + tl.sum(p, 1)
+        m = m_new
+    if s == SPLITS - 1:
+        only = tl.arange(0, 1)
+        k_1d = _rotated(
+            k + b * k_stride + h * D, D, cos + b * turn_stride, sin + b * turn_stride, k_norm, eps, only, d, 1, D,
+            ROTATES, NORMS,
+        ).to(keys.dtype.element_ty)  # fmt: skip
+        writes = (d < tl.where(position_b >= 0, D, 0))[None]
+        v_1d = tl.load(v + b * v_stride + h * D + d[None], mask=writes, other=0.0)
+        block = tl.load(table + b * table_stride + cached // SIZE).to(tl.int64)
+        place = (block * K + h) * SIZE * D + (cached % SIZE) * D + d[None]
+        tl.store(keys + place, k_1d, mask=writes)
+        tl.store(values + place, v_1d, mask=writes)
+        new = tl.sum(q_gd.to(tl.float32) * k_1d.to(tl.float32), 1) * scale
+        new = tl.where(position_b >= 0, new, float("-inf"))
+        m_new = tl.maximum(m, new)
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p_new = tl.exp(new - safe)
+        shrink = tl.exp(m - safe)
+        acc = acc * shrink[:, None] + p_new[:, None] * v_1d.to(tl.float32)
+        total = total * shrink + p_new
         m = m_new
     head = b * K * G + h * G + g
     if SPLITS == 1:
@@ -213,20 +236,15 @@ def _launch(
     q_norm, k_norm = (q, q) if norms is None else norms
     kind = {"ROTATES": turn is not None, "NORMS": norms is not None}
     out = torch.empty(rows, 1, heads, dim, dtype=q.dtype, device=q.device)
-    _write[(rows,)](
-        k, v, cos, sin, k_norm, keys, values, table, position, k.stride(0), v.stride(0), cos.stride(0), table.stride(0),
-        eps, K=kv, KPAD=triton.next_power_of_2(kv), D=dim, DPAD=pad, SIZE=size, PER_ROW=1,
-        num_warps=1 if kv * dim <= 256 else 4, **kind,
-    )  # fmt: skip
     if splits > 1:
         part = torch.empty(rows * heads, splits, dim, dtype=torch.float32, device=q.device)
         part_m, part_l = torch.empty(2, rows * heads, splits, dtype=torch.float32, device=q.device)
     else:
         part = part_m = part_l = out
     _attend[(rows, kv, splits)](
-        q, cos, sin, q_norm, keys, values, table, position, out, part, part_m, part_l, scale, window, q.stride(0),
-        cos.stride(0), table.stride(0), eps, K=kv, G=groups, GPAD=max(16, triton.next_power_of_2(groups)), D=dim,
-        DPAD=pad, SIZE=size, SPLITS=splits, num_warps=4, **kind,
+        q, k, v, cos, sin, q_norm, k_norm, keys, values, table, position, out, part, part_m, part_l, scale, window,
+        q.stride(0), k.stride(0), v.stride(0), cos.stride(0), table.stride(0), eps, K=kv, G=groups,
+        GPAD=max(16, triton.next_power_of_2(groups)), D=dim, DPAD=pad, SIZE=size, SPLITS=splits, num_warps=4, **kind,
     )  # fmt: skip
     if splits > 1:
         _combine[(rows * heads,)](part, part_m, part_l, out, D=dim, DPAD=pad, SPLITS=splits)
@@ -383,7 +401,7 @@ def _launch_prompt(
     _write[(tokens,)](
         k, v, cos, sin, k_norm, keys, values, table, position, k.stride(0), v.stride(0), cos.stride(0), table.stride(0),
         eps, K=kv, KPAD=triton.next_power_of_2(kv), D=dim, DPAD=pad, SIZE=size, ROTATES=turn is not None,
-        NORMS=norms is not None, PER_ROW=TILE, num_warps=1 if kv * dim <= 256 else 4,
+        NORMS=norms is not None, TILE=TILE, num_warps=1 if kv * dim <= 256 else 4,
     )  # fmt: skip
     if turn is not None:
         rotated = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)

@@ -40,6 +40,11 @@ class RequestState:
     def tokens(self) -> tuple[int, ...]:
         return (*self.prompt, *self.ids)
 
+    def tokens_between(self, start: int, end: int) -> Sequence[int]:
+        """`tokens[start:end]`, without a copy of all tokens."""
+        prompt = len(self.prompt)
+        return (*self.prompt[start:end], *self.ids[max(0, start - prompt) : max(0, end - prompt)])
+
     @property
     def keys(self) -> tuple[int, ...]:
         """Like `tokens`, but different where images differ: prefixes are shared by these."""
