@@ -11,7 +11,7 @@
 
 Prompts and lengths are random with a fixed seed, the same for both engines. Every run has its own process and warms up
 on other prompts with much shorter answers; runs of both engines alternate. Both return the log-prob of every token;
---plain also measures vLLM without them. Agents are measured with Covey's engine alone.
+--plain also measures vLLM without them. vLLM plays the agents through AsyncLLM, with prefix caching.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kit.agents import AgentTurn
 from kit.child import ChildFailed, Children, has_package, serve
 from kit.floors import Rates, Request, Shape, queue_seconds, sampling_flops
 from kit.measure import about, machine, merged, now, peak_memory, prepare
@@ -85,8 +86,14 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def vllm_side(settings: dict[str, Any]) -> dict[str, Any]:
-    from kit.rivals import Vllm
+    from kit.rivals import AsyncVllm, Vllm
 
+    if "agents" in settings:
+        longest = max(sum(prompt + TURN_TOKENS for prompt, _ in turns) for turns in agent_turns(settings["agents"]))
+        server = AsyncVllm(settings["model"], max_tokens=longest, max_sequences=settings["rows"])
+        seconds = run_agents(server, settings)
+        server.close()
+        return {**about(settings["device"]), "vllm-logprobs": seconds}
     longest = settings["prompt_tokens"] + max(settings["lengths"])
     engine = Vllm(settings["model"], max_tokens=longest, max_sequences=settings["rows"])
     kinds = [("vllm-logprobs", True), ("vllm", False)][: 1 + settings["plain"]]
@@ -126,8 +133,6 @@ def run_agents(sampler: Any, settings: dict[str, Any]) -> dict[str, float]:
 
 def agent_work(settings: dict[str, Any], run: str) -> list[list[Any]]:
     """The turns of every agent: new prompts in every run, with the same lengths and tool times."""
-    from kit.pipeline import AgentTurn
-
     vocabulary = load_config(settings["model"]).vocab_size
     return [
         [
@@ -233,11 +238,11 @@ def measure(
     children: Children, case: str, settings: dict[str, Any], chosen: Any, failures: list[str]
 ) -> tuple[dict[str, list[dict[str, float]]], dict[str, Any]]:
     """The repeats of each side, and the sides' versions. One that fails is not run again."""
-    sides = [side for side in chosen.sides if side == "covey" or "agents" not in settings]
+    sides = list(chosen.sides)
     found: dict[str, list[dict[str, float]]] = {}
     versions: dict[str, Any] = {}
     for _ in range(chosen.repeats):
-        for side in list(sides):
+        for side in tuple(sides):
             try:
                 done = children.run(side, settings, chosen.vllm_python if side == "vllm" else sys.executable)
             except ChildFailed as error:

@@ -1,13 +1,14 @@
 """Runs studies: every experiment with every seed, several runs at a time, in parts that can be interrupted.
 
     python benchmarks/study.py gsm8k --models MODELS --data DATA --minutes 25 --share 4 --export EXPORT
+    python benchmarks/study.py smollm2 --share 2 --export EXPORT          on two CPU cores
     python benchmarks/study.py agents --tiny --out outputs/tiny-studies
 
-MODELS holds a folder for each model, DATA the public data (benchmarks/studies/data.py says which files). The same
-command continues: runs that are finished here or whose record is committed are not repeated. Several studies share the
-places, so that the next one fills those that become free. The exit code is 0 if all runs are finished, 75 if the time
-was up, 1 if some failed. Records are written to EXPORT/STUDY.tar whenever a run ends; benchmarks/publish_studies.py
-makes tables of them. Settings are in benchmarks/studies.
+MODELS holds a folder for each model, DATA the public data (benchmarks/studies/data.py says which files); smollm2 needs
+neither. The same command continues: runs that are finished here or whose record is committed are not repeated. Several
+studies share the places, so that the next one fills those that become free. The exit code is 0 if all runs are
+finished, 75 if the time was up, 1 if some failed. Records are written to EXPORT/STUDY.tar whenever a run ends;
+benchmarks/publish_studies.py makes tables of them. Settings are in benchmarks/studies.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from studies import tiny
 from studies.catalogue import NAMES, chosen
 from studies.data import prepare
 from studies.jobs import UNFINISHED, Job, StudyJobs, environment
-from studies.plan import RunName, Study
+from studies.plan import GENERATED, RunName, Study
 from studies.record import FAILED, FINISHED, RECORDS, collect, device, pack, read_record, write_record
 from studies.schedule import Schedule, Start, start_process
+
+from covey.models.builtin import BUILTIN
+from covey.models.loading import locate
 
 SOURCE = Path(__file__).parent.parent / "src"
 GRACE_S = 75.0  # between the signal and the kill: a step, an evaluation and a checkpoint, beside other runs
@@ -80,9 +84,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tiny", action="store_true", help="a random model, a few tasks and steps, on a CPU")
     options = parser.parse_args(argv)
-    if not options.tiny and (options.models is None or options.data is None):
-        parser.error("--models and --data are needed, or --tiny")
-    experiments = {one.name for name in options.studies for study in chosen(name) for one in study.experiments}
+    studies = [study for name in options.studies for study in chosen(name)]
+    if not options.tiny and options.models is None and any(study.model not in BUILTIN for study in studies):
+        parser.error("--models is needed, or --tiny")
+    if not options.tiny and options.data is None and any(study.data != GENERATED for study in studies):
+        parser.error("--data is needed, or --tiny")
+    experiments = {one.name for study in studies for one in study.experiments}
     if unknown := set(options.only or ()) - experiments:
         parser.error(f"no experiment {', '.join(sorted(unknown))}; there are {', '.join(sorted(experiments))}")
     return options
@@ -96,6 +103,8 @@ def plan(study: Study, options: argparse.Namespace) -> StudyJobs:
         study = tiny.shrunk(study)
         data = tiny.make_source(out / "tiny-data")
         model = tiny.make_model(out / "tiny-model")
+    elif study.model in BUILTIN:
+        model = Path(locate(study.model).path)
     else:
         model = (options.models / study.model).resolve()
         if not (model / "config.json").is_file():
@@ -107,7 +116,8 @@ def plan(study: Study, options: argparse.Namespace) -> StudyJobs:
     todo = tuple(run for run in runs if options.again or not is_recorded(run, options.tiny))
     extra = dict(word.split("=", 1) for word in options.set)
     jobs = StudyJobs(study, out, model, extra, todo)
-    prepare(study.data, data, jobs.data, limit=8 if options.tiny else None)
+    if study.data != GENERATED:
+        prepare(study.data, data, jobs.data, limit=8 if options.tiny else None)
     _say(f"{study.name}: {len(todo)} of {len(runs)} runs to make")
     return jobs
 

@@ -21,8 +21,10 @@ from covey.protocols import Algorithm
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Collector, TrainingSource
 from covey.rollout.rendering import Renderer
+from covey.training.interrupts import freeze_garbage
 from covey.training.step import Pipeline, Schedule, StepResult, step
 from covey.types import Collected, Completion, Episode, Group, Messages, Sampling, StopReason, Task, Turn
+from kit.agents import AgentTurn, play_agents
 from kit.measure import Stopwatch, now, reset_peak
 from kit.models import SHAPES, model_folder, word_tokenizer
 
@@ -169,7 +171,8 @@ class Sampler:
     def __call__(self, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int]) -> int:
         """Sample the answers and return the number of tokens."""
         lengths = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
-        done = self.loop.run(self._all(prompts, lengths))
+        with freeze_garbage():  # as a run does
+            done = self.loop.run(self._all(prompts, lengths))
         assert all(len(answer.logprobs) == length for answer, length in zip(done, lengths, strict=True))
         return sum(len(answer.token_ids) for answer in done)
 
@@ -180,34 +183,19 @@ class Sampler:
         )
 
     def agents(self, work: Sequence[Sequence[AgentTurn]]) -> int:
-        """Agents of several turns, all at once. A turn adds a prompt, samples an answer and waits for a tool."""
-        return self.loop.run(self._agents(work))
+        """Agents of several turns, all at once. Returns the number of sampled tokens."""
 
-    async def _agents(self, work: Sequence[Sequence[AgentTurn]]) -> int:
-        async def agent(number: int, turns: Sequence[AgentTurn]) -> int:
-            ids: list[int] = []
-            sampled = 0
-            for at, turn in enumerate(turns):
-                ids += turn.prompt
-                seed = number * len(turns) + at
-                done = await self.engine.generate(ids, Sampling(max_tokens=turn.tokens, seed=seed))
-                ids += done.token_ids
-                sampled += len(done.logprobs)
-                await asyncio.sleep(turn.tool_s)
-            return sampled
+        async def generate(ids: Sequence[int], tokens: int, seed: int) -> Sequence[int]:
+            done = await self.engine.generate(ids, Sampling(max_tokens=tokens, seed=seed))
+            assert len(done.logprobs) == len(done.token_ids)
+            return done.token_ids
 
-        return sum(await asyncio.gather(*(agent(n, turns) for n, turns in enumerate(work))))
+        with freeze_garbage():  # as a run does
+            return self.loop.run(play_agents(generate, work))
 
     def close(self) -> None:
         self.engine.close()
         self.loop.close()
-
-
-@dataclass(frozen=True)
-class AgentTurn:
-    prompt: Sequence[int]
-    tokens: int
-    tool_s: float
 
 
 def made_up(ids: Sequence[Sequence[int]], answers: Sequence[Sequence[Sequence[int]]]) -> Collected:

@@ -7,13 +7,16 @@ optimiser state are bfloat16, its fastest setting. Covey keeps float32 masters.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import itertools
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kit.agents import AgentTurn, play_agents
 from kit.measure import now, reset_peak
 from kit.models import write_config
 from kit.pipeline import Timed, score
@@ -130,43 +133,85 @@ class Generate:
         return int(out.shape[0] * (out.shape[1] - ids.shape[1]))
 
 
-class Vllm:
-    """vLLM with made-up weights of the shape, its CUDA graphs captured and its layers compiled."""
+def vllm_settings(name: str, folder: str, *, max_tokens: int, max_sequences: int) -> dict[str, Any]:
+    """vLLM with made-up weights of the shape, its CUDA graphs captured and its layers compiled. Prefixes are cached, by
+    default."""
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # or it would not start
+    return {
+        "model": str(write_config(name, Path(folder))),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": max_tokens,
+        "max_num_seqs": max_sequences,
+        "gpu_memory_utilization": 0.85,
+        "seed": 0,
+    }
 
-    def __init__(self, name: str, *, max_tokens: int, max_sequences: int, memory: float = 0.85) -> None:
-        if importlib.util.find_spec("flashinfer") is None:
-            os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # or it would not start
+
+def vllm_sampling(tokens: int, logprobs: bool) -> Any:
+    """Exactly this many tokens: the end of an answer is ignored."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=1.0,
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0 if logprobs else None,  # 0: of the sampled token alone
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+class Vllm:
+    """All requests at once, through `LLM`."""
+
+    def __init__(self, name: str, *, max_tokens: int, max_sequences: int) -> None:
         from vllm import LLM
 
         self.folder = tempfile.TemporaryDirectory()  # lives as long as the engine does
-        self.llm = LLM(
-            model=str(write_config(name, Path(self.folder.name))),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=max_tokens,
-            max_num_seqs=max_sequences,
-            gpu_memory_utilization=memory,
-            seed=0,
-        )
+        self.llm = LLM(**vllm_settings(name, self.folder.name, max_tokens=max_tokens, max_sequences=max_sequences))
 
     def __call__(self, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int], logprobs: bool) -> int:
-        """Tokens that were sampled: `tokens` of each prompt, the end of an answer ignored."""
-        from vllm import SamplingParams
-
+        """Tokens that were sampled: `tokens` of each prompt."""
         lengths = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
         found = self.llm.generate(
             [{"prompt_token_ids": list(ids)} for ids in prompts],
-            [
-                SamplingParams(
-                    temperature=1.0,
-                    max_tokens=length,
-                    ignore_eos=True,
-                    detokenize=False,
-                    logprobs=0 if logprobs else None,  # 0: of the sampled token alone
-                )
-                for length in lengths
-            ],
+            [vllm_sampling(length, logprobs) for length in lengths],
             use_tqdm=False,
         )
         return sum(len(answer.outputs[0].token_ids) for answer in found)
+
+
+class AsyncVllm:
+    """Requests at any time, through `AsyncLLM`, the engine of vLLM's server. Returns log-probs."""
+
+    def __init__(self, name: str, *, max_tokens: int, max_sequences: int) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.folder = tempfile.TemporaryDirectory()  # lives as long as the engine does
+        settings = vllm_settings(name, self.folder.name, max_tokens=max_tokens, max_sequences=max_sequences)
+        self.loop = asyncio.Runner()
+        self.requests = itertools.count()
+
+        async def start() -> Any:
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
+
+        self.engine = self.loop.run(start())
+
+    def agents(self, work: Sequence[Sequence[AgentTurn]]) -> int:
+        return self.loop.run(play_agents(self._generate, work))
+
+    async def _generate(self, ids: Sequence[int], tokens: int, seed: int) -> Sequence[int]:
+        request, prompt = str(next(self.requests)), {"prompt_token_ids": list(ids)}
+        async for done in self.engine.generate(prompt, vllm_sampling(tokens, logprobs=True), request):
+            answer = done.outputs[0]
+        assert len(answer.logprobs) == len(answer.token_ids)
+        return list(answer.token_ids)
+
+    def close(self) -> None:
+        self.engine.shutdown()
+        self.loop.close()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Settings = Mapping[str, str]  # key → value, as on the command line
+GENERATED = "generated"  # tasks that need no data
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Study:
 
     name: str
     title: str
-    model: str  # a folder in --models
-    data: str  # what studies/data.py prepares
+    model: str  # built in, or a folder in --models
+    data: str  # what studies/data.py prepares, or GENERATED
     settings: Settings
     experiments: tuple[Experiment, ...]
     seeds: tuple[int, ...]
