@@ -4,11 +4,12 @@
     python benchmarks/study.py smollm2 --share 2 --export EXPORT          on two CPU cores
     python benchmarks/study.py agents --tiny --out outputs/tiny-studies
 
-MODELS holds a folder for each model, DATA the public data (benchmarks/studies/data.py says which files); smollm2 needs
-neither. The same command continues: runs that are finished here or whose record is committed are not repeated. Several
-studies share the places, so that the next one fills those that become free. The exit code is 0 if all runs are
-finished, 75 if the time was up, 1 if some failed. Records are written to EXPORT/STUDY.tar whenever a run ends;
-benchmarks/publish_studies.py makes tables of them. Settings are in benchmarks/studies.
+MODELS holds a folder for each model, DATA the public data (benchmarks/studies/data.py says which files). The studies
+smollm2 and smollm2-rewards need neither. The same command continues: runs that are finished here or whose record is
+committed are not repeated. Several studies share the places, so that the next one fills those that become free. The
+exit code is 0 if all runs are finished, 75 if the time was up, 1 if some failed. Records are written to
+EXPORT/STUDY.tar whenever a run ends; benchmarks/publish_studies.py makes tables of them. Settings are in
+benchmarks/studies.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from studies import tiny
 from studies.catalogue import NAMES, chosen
 from studies.data import prepare
 from studies.jobs import UNFINISHED, Job, StudyJobs, environment
-from studies.plan import GENERATED, RunName, Study
+from studies.plan import GENERATED, WITHOUT_FILES, RunName, Study
 from studies.record import FAILED, FINISHED, RECORDS, collect, device, pack, read_record, write_record
 from studies.schedule import Schedule, Start, start_process
 
@@ -87,7 +88,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     studies = [study for name in options.studies for study in chosen(name)]
     if not options.tiny and options.models is None and any(study.model not in BUILTIN for study in studies):
         parser.error("--models is needed, or --tiny")
-    if not options.tiny and options.data is None and any(study.data != GENERATED for study in studies):
+    if not options.tiny and options.data is None and any(study.data not in WITHOUT_FILES for study in studies):
         parser.error("--data is needed, or --tiny")
     experiments = {one.name for study in studies for one in study.experiments}
     if unknown := set(options.only or ()) - experiments:

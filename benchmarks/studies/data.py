@@ -6,8 +6,9 @@
     code/mbpp.jsonl                            MBPP
     ifeval/input_data.jsonl                    IFEval
 
-Nothing is random: the same files give the same data. Training tasks are never test tasks; demonstrations are made from
-training tasks that are then not trained on. SVAMP is not among these files; generated stories stand in for it.
+Sums of two numbers (`sums`) need no file. Nothing is random: the same files give the same data. Training tasks are
+never test tasks; demonstrations are made from training tasks that are then not trained on. SVAMP is not among these
+files; generated stories stand in for it.
 """
 
 from __future__ import annotations
@@ -80,6 +81,45 @@ def stories() -> list[Row]:
         if "How many" in problem.question:
             found.setdefault(problem.question, problem.answer)
     return [{"data_id": f"stories/{n}", "question": q, "answer": a} for n, (q, a) in enumerate(found.items())]
+
+
+# -- Sums --------------------------------------------------------------------------------------------------------------
+
+SUMS = {"demos": 400, "train": 1000, "test": 200}
+
+
+def sums(_: Path) -> dict[str, list[Row]]:
+    """Sums of two numbers of two digits; no pair of numbers is in two files, in either order. Demonstrations are worked
+    in full, briefly, or not at all."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if a <= b]
+    rng = Random(0)
+    rng.shuffle(pairs)
+    files: dict[str, list[Row]] = {}
+    for name, count in SUMS.items():
+        drawn = [tuple(rng.sample(pairs.pop(), 2)) for _ in range(count)]
+        files[f"sums-{name}.jsonl"] = [
+            {"data_id": f"{name}/{n}", "question": f"What is {a} + {b}?", "answer": str(a + b)}
+            if name != "demos"
+            else {"messages": [{"role": "user", "content": f"What is {a} + {b}?"}, _worked(a, b, WAYS[n % len(WAYS)])]}
+            for n, (a, b) in enumerate(drawn)
+        ]
+    return files
+
+
+WAYS = ("full", "full", "full", "brief", "none")
+
+
+def _worked(a: int, b: int, way: str) -> Row:
+    carry, ones = divmod(a % 10 + b % 10, 10)
+    low = f"{a % 10} + {b % 10} = {10 * carry + ones}"
+    high = f"{a // 10} + {b // 10} + {carry} = {a // 10 + b // 10 + carry}"
+    steps = {
+        "full": f"The ones are {low}, so I write {ones} and carry {carry}. The tens with the carry are {high}. "
+        "So the sum is ",
+        "brief": f"{low}, {high}. ",
+        "none": "",
+    }
+    return {"role": "assistant", "content": f"{steps[way]}\\boxed{{{a + b}}}"}
 
 
 # -- Tools on GSM8K ----------------------------------------------------------------------------------------------------
@@ -215,6 +255,7 @@ def _instructions(tasks: Sequence[Any], group: str) -> Iterator[Row]:
 
 
 KINDS: Mapping[str, Callable[[Path], dict[str, list[Row]]]] = {
+    "sums": sums,
     "gsm8k": gsm8k,
     "tools": tools,
     "search": search,

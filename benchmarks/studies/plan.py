@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Settings = Mapping[str, str]  # key → value, as on the command line
-GENERATED = "generated"  # tasks that need no data
+GENERATED = "generated"  # tasks that `covey train` makes itself
+WITHOUT_FILES = (GENERATED, "sums")  # data that is made from no file
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from covey.evaluation.scores import format_p
 from covey.evaluation.statistics import Estimate
 from studies import reading
 from studies.paired import Difference, Values, accuracy, compare
-from studies.plan import Study
+from studies.plan import WITHOUT_FILES, Study
 from studies.reading import Evaluated
 from studies.record import FINISHED, Record
 
@@ -59,9 +59,9 @@ class Results:
 
 def section(results: Results, picture: str) -> str:
     """Markdown of the whole section."""
-    if not results.records:
-        return "Not measured yet."
     study = results.study
+    if not results.records:
+        return f"Not run yet. `{command(study)}` makes its {len(study.experiments) * len(study.seeds)} runs."
     parts = [f"![{study.title}]({picture})", accuracy_table(results), behaviour_table(results)]
     parts += [block for make in EXTRA.get(study.name, ()) if (block := make(results))]
     if comparisons := comparison_table(results):
@@ -192,9 +192,14 @@ def conditions(results: Results) -> str:
         f"- {dates[0]}{' to ' + dates[-1] if len(dates) > 1 else ''}, commit {', '.join(commits)}",
         f"- up to {max(record['share'] for record in records)} at a time on the device; a run had up to {most} other "
         "processes beside it in its time, so seconds compare runs of this table only",
-        f"- `python benchmarks/study.py {results.study.name} --models MODELS --data DATA`",
+        f"- `{command(results.study)}`",
     ]
     return "\n".join(lines)
+
+
+def command(study: Study) -> str:
+    inputs = "" if study.data in WITHOUT_FILES else " --models MODELS --data DATA"
+    return f"python benchmarks/study.py {study.name}{inputs}"
 
 
 # -- Tables of single studies ------------------------------------------------------------------------------------------
@@ -283,6 +288,7 @@ def age_table(results: Results) -> str:
 
 EXTRA: dict[str, tuple[Callable[[Results], str], ...]] = {
     "rewards": (limit_table,),
+    "smollm2-rewards": (limit_table,),
     "agents-tools": (tool_table,),
     "agents-search": (match_table, tool_table),
     "agents-code": (tool_table,),

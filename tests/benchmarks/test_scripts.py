@@ -310,7 +310,7 @@ def one_backslash() -> None:
 
 
 def every_section() -> None:
-    assert Path("results.md").read_text().count("Not measured yet.") == len(STUDIES)
+    assert Path("results.md").read_text().count("Not run yet.") == len(STUDIES)
 
 
 def one_archive() -> None:

@@ -59,6 +59,8 @@ def records_of(archive: Path, folder: Path) -> dict[str, dict[str, Any]]:
 # -- Whole studies -----------------------------------------------------------------------------------------------------
 
 TRIED = {
+    "smollm2": ["--seeds", "0", "--only", "grpo", "gvpo-old"],
+    "smollm2-rewards": ["--seeds", "0", "1"],
     "gsm8k": ["--seeds", "0", "1", "--only", "grpo", "gvpo-initial"],
     "gsm8k-long": [],
     "gsm8k-1.5b": ["--only", "gvpo-old"],
@@ -68,7 +70,7 @@ TRIED = {
 }
 
 
-SLOW = ("gsm8k-long", "gsm8k-1.5b", "rewards", "staleness", "agents")
+SLOW = ("smollm2-rewards", "gsm8k-long", "gsm8k-1.5b", "rewards", "staleness", "agents")
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in TRIED])
@@ -90,7 +92,7 @@ def test_a_study_becomes_a_section_of_the_page(name: str, tmp_path: Path) -> Non
         page.write_text(f"<!-- study-{study.name}: begin --><!-- study-{study.name}: end -->")
         publish_studies.publish(small.shrunk(study), tmp_path / "records", page, tmp_path / "images")
         text = page.read_text()
-        assert "Not measured yet" not in text and "after equal updates" in text
+        assert "Not run yet" not in text and "after equal updates" in text
         for record in found.values():
             assert f"| {record['experiment']} |" in text
         assert (tmp_path / f"images/study-{study.name}.png").is_file()
