@@ -1,11 +1,12 @@
-"""A small model learns to click on web pages: demonstrations, then reinforcement learning, with three seeds.
+"""A small model learns to click on web pages: imitation that stops early, then reinforcement learning, three seeds.
 
     python benchmarks/gui_seeds.py [--seeds 0 1 2]               the tables on stdout
     python benchmarks/gui_seeds.py --write                       also into docs/gui.md
 
-Runs `examples/gui.py` and `covey sft` once, then `covey train agent=gui` on screenshots from the resulting model for
-each seed, and `covey eval` of all models on live pages. Runs are sequential, each in its own process on one thread.
-Success is measured on held-out layouts. Needs Chromium and Playwright. Settings were chosen on seed 100.
+Runs `examples/gui.py` once; for each seed `covey sft`, `covey train agent=gui` on screenshots from the resulting model,
+and `covey eval` of both models on live pages. Runs are sequential, each in its own process on one thread. Success is
+measured on held-out layouts. Needs Chromium and Playwright. Settings were chosen on seed 100. A call that was stopped
+continues: finished runs in --out are not repeated.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,26 +27,26 @@ from tiny import table, write_section
 from covey.evaluation.statistics import wilson
 
 PAGE = SOURCE.parent / "docs" / "gui.md"
-HELD_OUT = 200  # screenshots
-LIVE = 50  # pages
+HELD_OUT = 400  # screenshots
+LIVE = 100  # pages
 SFT = ["model.freeze_vision=false", "data.train_batch_size=32", "data.val_size=50", "learner.lr=2e-3"]
-SFT += ["learner.warmup_steps=50", "learner.schedule=cosine", "loop.total_steps=3000"]
+SFT += ["learner.warmup_steps=50", "learner.schedule=cosine", "loop.total_steps=1200"]
 RL = ["agent=gui", "agent.format=thought_action", "reward=click_in_box", "algorithm=grpo", "model.freeze_vision=false"]
-RL += ["data.train_batch_size=16", "rollout.group_size=8", "rollout.max_tokens=40", "learner.lr=3e-4"]
-RL += ["loop.total_steps=60", "eval.modes=[greedy,sampled]"]
+RL += ["data.train_batch_size=64", "rollout.group_size=16", "rollout.max_tokens=40", "learner.lr=6e-4"]
+RL += ["learner.warmup_steps=10", "loop.total_steps=500", "eval.every=100", "eval.modes=[greedy,sampled]"]
 PAGES = ["agent=gui", "agent.format=thought_action", "data=gui_pages", "data.options.kinds=[colour]"]
 PAGES += ["data.options.buttons=4", "data.options.varied=true", "data.options.viewport=[112,96]"]
 PAGES += ["data.options.max_turns=1", "rollout.max_tokens=40", "agent.browsers=1"]
 MODES = ("greedy", "sampled")
 
 
-def covey(command: str, words: Sequence[str], out: Path) -> tuple[Path, float]:
-    """The run's folder, and the seconds of the whole command."""
-    before = set(out.glob("*/*"))
-    start = time.perf_counter()
-    run_covey([command, *words, f"logging.output_dir={out}", "resume=disable", "loop.threads=1"])
-    (folder,) = set(out.glob("*/*")) - before
-    return folder, time.perf_counter() - start
+def covey(command: str, words: Sequence[str], out: Path) -> Path:
+    """The run's folder. A finished run is not repeated."""
+    if not (out / "done").is_file():
+        run_covey([command, *words, f"logging.output_dir={out}", "loop.threads=1"])
+        (out / "done").touch()
+    (folder,) = out.glob("*/*")
+    return folder
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -58,28 +58,29 @@ def last_model(run: Path) -> Path:
     return max((run / "checkpoints").glob("step-*")) / "model"
 
 
-def make_data(folder: Path, words: Sequence[str]) -> float:
-    start = time.perf_counter()
+def make_data(folder: Path, words: Sequence[str]) -> None:
+    if (folder / "model").is_dir():  # written last
+        return
     paths = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, str(SOURCE.parent / "examples" / "gui.py"), str(folder), "--val", str(HELD_OUT), *words]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": paths})
-    return time.perf_counter() - start
 
 
-def one_seed(seed: int, model: Path, pages: Path, out: Path, extra: Sequence[str]) -> dict[str, Any]:
+def one_seed(seed: int, pages: Path, out: Path, extra: Sequence[str]) -> dict[str, Any]:
+    files = [f"data.train_files={pages / 'demos.jsonl'}", f"data.val_files={pages / 'val-demos.jsonl'}"]
+    words = [f"model.name={pages / 'model'}", *files, *SFT, f"seed={seed}", *extra]
+    imitation = covey("sft", words, out / f"sft-{seed}")
     files = [f"data.train_files={pages / 'train.jsonl'}", f"data.val_files={pages / 'val.jsonl'}"]
-    run, seconds = covey("train", [f"model.name={model}", *files, *RL, f"seed={seed}", *extra], out)
+    words = [f"model.name={last_model(imitation)}", *files, *RL, f"seed={seed}", *extra]
+    run = covey("train", words, out / f"rl-{seed}")
     steps, evaluations = records(run, "step"), records(run, "eval")
     return {
         "seed": seed,
-        "model": str(last_model(run)),
-        "success": {
-            mode: [e["metrics"][f"eval/{mode}/click_in_box"] for e in (evaluations[0], evaluations[-1])]
-            for mode in MODES
-        },
+        "models": [str(last_model(imitation)), str(last_model(run))],
+        "success": {mode: [e["metrics"][f"eval/{mode}/click_in_box"] for e in evaluations] for mode in MODES},
         "reward": [s["metrics"].get("reward/unfiltered_mean", s["metrics"]["reward/mean"]) for s in steps],
+        "imitation_s": sum(s["metrics"]["timing/step"] for s in records(imitation, "step")),
         "training_s": sum(s["metrics"]["timing/step"] for s in steps),
-        "seconds": seconds,
     }
 
 
@@ -95,26 +96,31 @@ def with_interval(share: float, pages: int) -> str:
 
 
 def text(found: dict[str, Any]) -> str:
-    header = ("seed", "greedy: before", "after", "sampled: before", "after", "training reward, first → last five steps")
+    header = ("seed", "greedy: before", "after", "sampled: before", "after", "training reward, first → last 20 steps")
     rows = [
         [
             str(row["seed"]),
-            *(with_interval(share, HELD_OUT) for mode in MODES for share in row["success"][mode]),
-            f"{statistics.fmean(row['reward'][:5]):.2f} → {statistics.fmean(row['reward'][-5:]):.2f}",
-            f"{row['seconds'] / 60:.1f} min",
+            *(with_interval(row["success"][mode][at], HELD_OUT) for mode in MODES for at in (0, -1)),
+            f"{statistics.fmean(row['reward'][:20]):.2f} → {statistics.fmean(row['reward'][-20:]):.2f}",
+            f"{row['imitation_s'] / 60:.0f} + {row['training_s'] / 60:.0f} min",
         ]
         for row in found["seeds"]
     ]
+    curves = "; ".join(
+        f"seed {row['seed']} {', '.join(f'{100 * share:.1f}' for share in row['success']['greedy'])}"
+        for row in found["seeds"]
+    )
     lines = [
-        table((*header, "time"), rows),
+        table((*header, "imitation + RL"), rows),
         "",
         f"Success on {HELD_OUT} screenshots of held-out layouts, with Wilson's 95 % intervals; sampled at temperature "
-        f"1. On a shared machine the data took {found['data_s'] / 60:.1f} minutes and `covey sft` "
-        f"{found['sft_s'] / 60:.1f}; the last column is the time of `covey train` with its evaluations and start.",
+        f"1. Greedy success in per cent before RL and after each hundred steps: {curves}. Times are those of the steps "
+        "on a shared machine.",
     ]
     if found["live"]:
-        shares = ", ".join(f"{name} {with_interval(share, LIVE)}" for name, share in found["live"].items())
-        lines += ["", f"On {LIVE} live pages of held-out layouts in Chromium, greedily: {shares}."]
+        header = ("live pages, greedily", "before", "after")
+        rows = [[name, *(with_interval(share, LIVE) for share in pair)] for name, pair in found["live"].items()]
+        lines += ["", f"On {LIVE} live pages of held-out layouts in Chromium:", "", table(header, rows)]
     return "\n".join(lines)
 
 
@@ -129,18 +135,15 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table into docs/gui.md")
     chosen = parser.parse_args()
     pages = chosen.out / "pages"
-    data_s = make_data(pages, chosen.data)
-    files = [f"data.train_files={pages / 'demos.jsonl'}", f"data.val_files={pages / 'val-demos.jsonl'}"]
-    run, sft_s = covey("sft", [f"model.name={pages / 'model'}", *files, *SFT, *chosen.extra], chosen.out)
-    found: dict[str, Any] = {"data_s": data_s, "sft_s": sft_s, "seeds": [], "live": {}}
+    make_data(pages, chosen.data)
+    found: dict[str, Any] = {"seeds": [], "live": {}}
     for seed in chosen.seeds:
-        found["seeds"].append(one_seed(seed, last_model(run), pages, chosen.out, chosen.extra))
+        found["seeds"].append(one_seed(seed, pages, chosen.out, chosen.extra))
         save(found, chosen.json)
     if not chosen.no_live:
-        models = [str(last_model(run)), *(row["model"] for row in found["seeds"])]
-        names = ["demonstrations alone", *(f"seed {seed}" for seed in chosen.seeds)]
+        models = [model for row in found["seeds"] for model in row["models"]]
         scores = live(models, chosen.out, chosen.extra)
-        found["live"] = dict(zip(names, scores, strict=True))
+        found["live"] = {f"seed {seed}": scores[2 * n : 2 * n + 2] for n, seed in enumerate(chosen.seeds)}
         save(found, chosen.json)
     if chosen.write:
         write_section("gui_seeds", text(found), PAGE)

@@ -5,13 +5,12 @@
     covey train model=outputs/DATE/TIME agent=gui data=gui_pages ...    # learns on fresh pages from their reward
 
 docs/gui.md has the whole commands and what was learned. The demonstrations are on pages of `data=gui_pages`, shown by
-Chromium; two fifths of them are careless. The small model has Qwen3-VL's architecture, random weights, and a tokenizer
-of the words of these pages. With a model of the hub only the last command is needed.
+Chromium. The small model has Qwen3-VL's architecture, random weights, and a tokenizer of the words of these pages. With
+a model of the hub only the last command is needed.
 """
 
 import argparse
 import json
-import random
 import re
 from pathlib import Path
 
@@ -36,7 +35,7 @@ BUTTONS = """all => all.map(button => { const r = button.getBoundingClientRect()
     return [button.ariaLabel, [r.left, r.top, r.right, r.bottom]] })"""
 
 
-def write_data(folder, counts, careless, seed):
+def write_data(folder, counts, seed):
     """Screenshots of pages: demos.jsonl and val-demos.jsonl with what a player says; train.jsonl and val.jsonl, tasks
     with the box that must be clicked. Both val files are of the same pages, of held-out layouts."""
     from playwright.sync_api import sync_playwright
@@ -50,8 +49,7 @@ def write_data(folder, counts, careless, seed):
         browser = playwright.chromium.launch(executable_path=find_chromium(None), chromium_sandbox=False)
         page = browser.new_page(viewport={"width": VIEWPORT[0], "height": VIEWPORT[1]})
         for name, part in parts.items():
-            dice = random.Random(f"{seed} {name}")
-            rows = [row(page, task, folder, f"{name}-{n}", careless, dice) for n, task in enumerate(part)]
+            rows = [row(page, task, folder, f"{name}-{n}") for n, task in enumerate(part)]
             said, asked = [demo for demos, _ in rows for demo in demos], [task for _, task in rows]
             for file, lines in zip(files[name], (said, asked), strict=True):
                 if file is not None:
@@ -59,17 +57,14 @@ def write_data(folder, counts, careless, seed):
         browser.close()
 
 
-def row(page, task, folder, name, careless, dice):
+def row(page, task, folder, name):
     """Demonstrations of the page, one for each of its buttons, and the page as a task."""
     page.set_content(task.columns["html"])
     shot = f"screens/{name}.png"
     page.screenshot(path=folder / shot)
     buttons = page.eval_on_selector_all("button", BUTTONS)
     names = " ".join(name for name, _ in buttons)
-    demos = []
-    for asked, _ in buttons:
-        clicked, box = dice.choice(buttons) if dice.random() < careless else (asked, dict(buttons)[asked])
-        demos.append(demonstration(asked, clicked, box, names, shot))
+    demos = [demonstration(name, box, names, shot) for name, box in buttons]
     (step,) = task.columns["solution"]
     right = dict(buttons)[page.get_attribute(step["selector"], "aria-label")]
     return demos, {"messages": [user(task.messages[-1]["content"], shot)], "bbox": right}
@@ -79,10 +74,10 @@ def user(text, shot):
     return {"role": "user", "content": [{"type": "text", "text": text}, {"type": "image", "image": shot}]}
 
 
-def demonstration(asked, clicked, box, names, shot):
+def demonstration(asked, box, names, shot):
     """What a player says: the buttons in reading order, which one it clicks, and where that is."""
     at = f"{int((box[0] + box[2]) / 2)},{int((box[1] + box[3]) / 2)}"
-    said = f"Thought: {names}: {clicked} {at}\n{CLICK}{at}{END}"
+    said = f"Thought: {names}: {asked} {at}\n{CLICK}{at}{END}"
     system, reply = {"role": "system", "content": INSTRUCTIONS}, {"role": "assistant", "content": said}
     return {"messages": [system, user(f"Click the {asked} button.", shot), reply]}
 
@@ -155,11 +150,10 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path, nargs="?", default=Path("pages"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--demos", type=int, default=4000, help="pages of demonstrations, one for each button")
-    parser.add_argument("--train", type=int, default=1000, help="screenshots for covey train")
-    parser.add_argument("--val", type=int, default=200, help="held-out screenshots")
-    parser.add_argument("--careless", type=float, default=0.4, help="share of careless demonstrations")
+    parser.add_argument("--train", type=int, default=8000, help="screenshots for covey train")
+    parser.add_argument("--val", type=int, default=400, help="held-out screenshots")
     args = parser.parse_args()
 
-    write_data(args.folder, (args.demos, args.train, args.val), args.careless, args.seed)
+    write_data(args.folder, (args.demos, args.train, args.val), args.seed)
     weights = write_model(args.folder / "model", texts_of(args.folder / "demos.jsonl"), args.seed)
     print(f"{args.folder}: demonstrations on {args.demos} pages, {args.train} + {args.val} tasks, {weights:,} weights")
