@@ -38,12 +38,14 @@ fuzz: $(VENV)/dev.stamp
 GPU_PYTHON ?= python3
 test-gpu:
 	PYTHONPATH=src:$(PYTHONPATH) $(GPU_PYTHON) -m pytest tests/rollout/test_kernels.py tests/rollout/test_graphs.py \
-		tests/rollout/test_traffic.py tests/learner/test_logprobs.py tests/learner/test_pass_memory.py
+		tests/rollout/test_graphs_vision.py tests/rollout/test_traffic.py tests/learner/test_logprobs.py \
+		tests/learner/test_pass_memory.py
 
 # The GPU's kernels by Triton's interpreter, on a CPU. On a GPU make test-gpu runs them for real.
 test-kernels: $(VENV)/triton.stamp
 	TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest \
-		tests/rollout/test_kernels.py tests/rollout/test_graphs.py tests/rollout/test_traffic.py tests/learner/test_logprobs.py
+		tests/rollout/test_kernels.py tests/rollout/test_graphs.py tests/rollout/test_graphs_vision.py \
+		tests/rollout/test_traffic.py tests/learner/test_logprobs.py
 	PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest tests/rollout/test_kernels_compile.py
 
 test-slow: $(VENV)/dev.stamp

@@ -161,7 +161,7 @@ def covey_side(settings: dict[str, Any]) -> dict[str, Any]:
 
     from covey.algorithms import make
     from covey.config.schema import Config, LearnerConfig, LoraConfig, ModelConfig, RolloutConfig
-    from covey.learner.forward import causal_lm
+    from covey.models.families import causal_lm
     from covey.models.image_features import vision_weights
     from covey.training.metrics import engine_mismatch
 

@@ -29,7 +29,7 @@ TEXT = [{"role": "user", "content": "no picture at all"}]
 
 
 def engine_for(model: Any, vision: VisionProcessor, **options: Any) -> EmbeddedEngine:
-    return EmbeddedEngine(model, eos_ids=[2], decode=vision.tokenizer.decode, vision=vision, **options)
+    return EmbeddedEngine(model, eos_ids=[2], decode=vision.tokenizer.decode, vision=vision, eager=True, **options)
 
 
 def sample(engine: EmbeddedEngine, prompts: list[Prompt], attempts: int = 2) -> list[tuple[Prompt, Completion]]:

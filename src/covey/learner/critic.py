@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from covey.algorithms.gae import value_loss
 from covey.algorithms.ops import masked_mean, masked_sum
 from covey.config.schema import CriticConfig, LearnerConfig
-from covey.learner.forward import causal_lm, hidden_states
+from covey.learner.forward import hidden_states
 from covey.learner.optimizer import MasterAdamW
 from covey.learner.packing import Packed
 from covey.learner.parallel import SINGLE_PROCESS, Ranks
+from covey.models.families import causal_lm
 from covey.protocols import LossTerm, Metrics, TokenOutputs
 from covey.types import Batch
 

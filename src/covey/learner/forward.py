@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from covey.errors import InputError
 from covey.learner import attention, logprobs
 from covey.learner.packing import Packed
-from covey.models.families import LOGIT_TRANSFORMS, REFUSED, REFUSED_LAYERS, TRAINABLE_LAYERS
+from covey.models.families import LOGIT_TRANSFORMS, REFUSED, REFUSED_LAYERS, TRAINABLE_LAYERS, causal_lm
 
 # Columns [M, …], and a function of scaled logits and these columns, both of the same tokens, that returns [M].
 Divergence = tuple[tuple[Tensor, ...], Callable[..., Tensor]]
@@ -115,11 +115,6 @@ def score_norms(model: Any, hidden_MD: Tensor, target_M: Tensor, temperature: fl
         score = probs.scatter_add_(-1, target[:, None], -torch.ones_like(probs[:, :1]))
         parts.append(torch.linalg.vecdot(score, score))
     return torch.cat(parts)
-
-
-def causal_lm(model: Any) -> Any:
-    """The transformers model; where peft wraps it, its layers carry the adapters."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def is_one_product(lm: Any) -> bool:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from covey.learner.attention import rotary_attention
-from covey.learner.forward import causal_lm
-from covey.models.families import FUSED_ATTENTION, decoder, layers_of
+from covey.models.families import FUSED_ATTENTION, causal_lm, decoder, layers_of
 from covey.models.forwards import prepare_to_compile_layers, replaced_forwards
 
 # Of torch's partitioner, which otherwise keeps every input of a matrix product.

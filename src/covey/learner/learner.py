@@ -28,7 +28,6 @@ from covey.config.schema import CriticConfig, LearnerConfig
 from covey.errors import InputError, RunFailed
 from covey.learner.attention import packed_attention, select_attention
 from covey.learner.critic import Critic
-from covey.learner.forward import causal_lm
 from covey.learner.layers import CompiledLayers
 from covey.learner.optimizer import MasterAdamW
 from covey.learner.outputs import collect, collect_on_cpu, detached, update_metrics
@@ -65,6 +64,7 @@ from covey.learner.routing import RoutingReplay, replaying
 from covey.learner.saving import check_finite, load_state, load_tensors, save_model, save_state, save_tensors
 from covey.learner.token_scores import TeacherInput, TokenQuery, score_tokens
 from covey.learner.tower_memory import tower_shapes
+from covey.models.families import causal_lm
 from covey.models.loading import Reference, set_checkpointing
 from covey.models.products import fast_linears
 from covey.models.quantization import is_quantized

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from covey.config.schema import LearnerConfig
 from covey.errors import InputError
-from covey.learner.forward import causal_lm
-from covey.models.families import COLWISE, REPLICATED, ROWWISE, TENSOR_PARALLEL_STYLES, layers_of
+from covey.models.families import COLWISE, REPLICATED, ROWWISE, TENSOR_PARALLEL_STYLES, causal_lm, layers_of
 from covey.weights.names import is_sharded
 
 

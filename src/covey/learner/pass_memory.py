@@ -31,12 +31,12 @@ import torch
 from covey.config.schema import LearnerConfig
 from covey.errors import InputError
 from covey.learner.attention import CHUNK
-from covey.learner.forward import causal_lm, is_one_product
+from covey.learner.forward import is_one_product
 from covey.learner.logprobs import chunk_rows
 from covey.learner.optimizer import EIGHT_BIT, MasterAdamW
 from covey.learner.parallel import local_part
 from covey.memory import GIB, gpu_free, machine_memory
-from covey.models.families import decoder, layers_of
+from covey.models.families import causal_lm, decoder, layers_of
 from covey.models.quantization import is_quantized
 
 if TYPE_CHECKING:

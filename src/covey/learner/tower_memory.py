@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from covey.learner.forward import causal_lm
 from covey.learner.pass_memory import Demand, PassShapes
-from covey.models.families import vision_family
+from covey.models.families import causal_lm, vision_family
 from covey.models.image_features import trains_vision
 
 

@@ -85,6 +85,11 @@ def auto_model(config: Any) -> Any:
     return AutoModelForCausalLM if vision_family(config) is None else AutoModelForImageTextToText
 
 
+def causal_lm(model: Any) -> Any:
+    """The transformers model; where peft wraps it, its layers carry the adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def decoder(lm: Any) -> Any:
     """The language model, without the output matrix."""
     family = vision_family(lm.config)

@@ -20,7 +20,7 @@ from covey.errors import Absent, InputError, nearest, unknown
 from covey.memory import disable_cudnn_attention, keep_freed_memory
 from covey.models.adapters import adapter_base, check_adapter_fits, with_new_adapter, with_saved_adapter
 from covey.models.builtin import BUILTIN, builtin_folder, keep_compiled_code
-from covey.models.families import auto_model, vision_family
+from covey.models.families import auto_model, causal_lm, vision_family
 from covey.models.folder import (
     MAIN,
     check_buildable,
@@ -228,7 +228,7 @@ def load_policy(source: ModelSource, config: ModelConfig, *, seed: int = 0) -> A
 
 def set_checkpointing(model: Any, enabled: bool) -> None:
     """Whether the layers of a model recompute their activations in the backward pass."""
-    lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    lm = causal_lm(model)
     if enabled and not lm.supports_gradient_checkpointing:
         raise InputError(
             f"{lm.config.model_type} models cannot recompute activations: transformers does not support it\n"

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from covey.models.families import causal_lm
+
 NAME = "covey_engine"
 
 
@@ -57,8 +59,8 @@ ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
 
 
 def backbone(model: Any) -> Any:
-    """The model without the output matrix, also under a peft wrapper."""
-    return (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
+    """The model without the output matrix."""
+    return causal_lm(model).base_model
 
 
 @contextmanager

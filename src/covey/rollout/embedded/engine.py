@@ -57,9 +57,8 @@ class EmbeddedEngine:
         `context_length`: the most tokens of a prompt and its completion. `memory`: share of a GPU's free memory for
         the cache. `eager`: no captured graphs on a GPU. `compiled`: compile the layers in the graphs. `paged`: use the
         paged cache; None: on a GPU. `drains`: `pause` waits for the requests in progress, so that no completion
-        continues with other weights. `vision`: prepares the images of a model that sees them. Such a model decodes
-        without captured graphs, in which a token's position is its index. `thread`: of another engine, whose steps
-        then alternate with this one's; that engine ends it."""
+        continues with other weights. `vision`: prepares the images of a model that sees them. `thread`: of another
+        engine, whose steps then alternate with this one's; that engine ends it."""
         self.model = model
         self.eos_ids = frozenset(eos_ids)
         self.decode = decode
@@ -67,7 +66,7 @@ class EmbeddedEngine:
         self.kept_sequences = kept_sequences
         self.context_length = context_length
         self.memory = memory
-        self.eager = eager or vision is not None
+        self.eager = eager
         self.compiled = compiled
         self.paged = model.get_input_embeddings().weight.device.type == "cuda" if paged is None else paged
         self.version = 0

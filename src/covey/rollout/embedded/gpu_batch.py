@@ -89,6 +89,9 @@ class PagedBatch:
             runner.prefill(list(admissions))
             return
         for groups in self._graphs.waves(admissions):
+            if groups[0].has_new_images:
+                runner.prefill(groups)
+                continue
             self._graphs.prefill([(group.leader, group.shared, group.leader.cached) for group in groups])
             pairs = [
                 (source, target)

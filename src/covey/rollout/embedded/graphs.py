@@ -6,7 +6,9 @@ launched like everything else, so the GPU never waits for the host: a run of sev
 before the previous one is read. A slot whose sequence has ended is idle (position −1) from the next step on.
 
 Prefill. Prompt tokens of any number of sequences are concatenated, each sequence padded to whole tiles, and computed in
-chunks: a row of the model's input is a single token, as in decoding.
+chunks: a row of the model's input is a single token, as in decoding. Prompts with new images are computed without a
+graph (`Runner.prefill`). Text after an image of a Qwen-VL model has other positions than its index: the difference is
+kept for each slot and prompt token (`shift`).
 
 A pass is captured for a few sizes, each a quarter of the next, when they are first needed. A capture takes as long as
 hundreds of steps, and a larger pass computes the same with idle rows, so the sizes in between are captured only once
@@ -32,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from covey.models.families import FUSED_ATTENTION, FUSED_MLP, layers_of
+from covey.models.families import FUSED_ATTENTION, FUSED_MLP, causal_lm, decoder, layers_of, vision_family
 from covey.models.forwards import prepare_to_compile_layers, replaced_forwards
 from covey.rollout.embedded import attention
 from covey.rollout.embedded.cache import KvCache
@@ -142,6 +144,7 @@ class GraphRunner:
         self.ids_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self.position_B = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self.limit_B = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.shift_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self.temperature_B = torch.ones(rows, dtype=torch.float32, device=device)
         self.table_BN = torch.zeros((rows, blocks), dtype=torch.int32, device=device)
         self.step_B = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -152,12 +155,16 @@ class GraphRunner:
         self.end_E = torch.tensor([*eos_ids, *[-1] * (count - len(eos_ids))], dtype=torch.int64, device=device)
         self.prompt_ids_T = torch.zeros(CHUNKS[-1], dtype=torch.int64, device=device)
         self.prompt_position_T = torch.full((CHUNKS[-1],), -1, dtype=torch.int64, device=device)
+        self.prompt_shift_T = torch.zeros(CHUNKS[-1], dtype=torch.int64, device=device)
         self.prompt_table_IN = torch.zeros((CHUNKS[-1] // TILE, blocks), dtype=torch.int32, device=device)
         self.captured: dict[tuple[str, int], Captured] = {}
         self.wanted: Counter[tuple[str, int]] = Counter()  # uses of sizes that are not captured
         self.pool: Any = None
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.layers = layers_of(attention.backbone(model))
+        lm = causal_lm(model)
+        family = vision_family(lm.config)
+        self.shifts = family is not None and family.grid
+        self.layers = layers_of(decoder(lm))
         self.fused = FusedLayers(self.layers)
 
     # -- decode ----------------------------------------------------------------------------------------------------
@@ -190,16 +197,21 @@ class GraphRunner:
         edits = self.slots.arrange(rows, self._size)
         if edits.moves:
             source, target = (self._sent(column) for column in zip(*edits.moves, strict=True))
-            for buffer in (self.ids_B, self.position_B, self.limit_B, self.temperature_B, self.table_BN):
+            for buffer in (
+                *(self.ids_B, self.position_B, self.limit_B, self.shift_B),
+                *(self.temperature_B, self.table_BN),
+            ):
                 buffer[target] = buffer[source]
         held = self.slots.requests
         if edits.changed:
             state = [
-                (slot, row.next_token, row.cached, row.max_length - 1) if (row := held[slot]) else (slot, 0, -1, 0)
+                (slot, row.next_token, row.cached, row.max_length - 1, row.position_shift)
+                if (row := held[slot])
+                else (slot, 0, -1, 0, 0)
                 for slot in edits.changed
             ]
             slot_E, *columns = self._sent(state).unbind(1)
-            for buffer, column in zip((self.ids_B, self.position_B, self.limit_B), columns, strict=True):
+            for buffer, column in zip((self.ids_B, self.position_B, self.limit_B, self.shift_B), columns, strict=True):
                 buffer[slot_E] = column
             heat = [row.sampling.temperature if (row := held[slot]) else 1.0 for slot in edits.changed]
             self.temperature_B[slot_E] = self._sent(heat)
@@ -236,6 +248,8 @@ class GraphRunner:
 
     def _decode_step(self, size: int, draws: bool) -> Tensor:
         position_B = self.position_B[:size].clamp_min(0)
+        if self.shifts:
+            position_B = position_B + self.shift_B[:size]
         out = self.model(input_ids=self.ids_B[:size, None], position_ids=position_B[:, None], use_cache=False)
         logits_BV: Tensor = out.logits[:, -1]
         if draws:
@@ -256,12 +270,12 @@ class GraphRunner:
     # -- prefill ---------------------------------------------------------------------------------------------------
 
     def waves(self, admissions: Iterable[PrefillGroup]) -> Iterator[list[PrefillGroup]]:
-        """Groups whose prompts fit into one pass, as they are admitted."""
+        """Groups whose prompts fit into one pass, as they are admitted; those with new images by themselves."""
         wave: list[PrefillGroup] = []
         free = CHUNKS[-1]
         for group in admissions:
             tokens = -(-group.new_tokens // TILE) * TILE
-            if wave and tokens > free:
+            if wave and (group.has_new_images != wave[0].has_new_images or tokens > free):
                 yield wave
                 wave, free = [], CHUNKS[-1]
             wave.append(group)
@@ -274,18 +288,22 @@ class GraphRunner:
         for chunk in chunks(spans):
             ids: list[int] = []
             places: list[int] = []
+            shifts: list[int] = []
             tables: list[list[int]] = []  # of each tile
             for row, start, end in chunk:
                 tiles = -(-(end - start) // TILE)
                 padding = tiles * TILE - (end - start)
                 ids += [*row.tokens_between(start, end), *[0] * padding]
                 places += [*range(start, end), *[-1] * padding]
+                shifts += [row.position_shift] * tiles * TILE  # all images are before these tokens
                 tables += [row.blocks] * tiles
             needed = next(size for size in CHUNKS if size >= len(ids))
             size = self._captured_size("prefill", needed, CHUNKS, uses=1)
             width = max(map(len, tables))
             self._send(self.prompt_ids_T[: len(ids)], ids)
             self._send(self.prompt_position_T[:size], places + [-1] * (size - len(places)))
+            if self.shifts:
+                self._send(self.prompt_shift_T[: len(shifts)], shifts)
             self._send(self.prompt_table_IN[: len(tables), :width], _padded(tables, width))
             self._prefill(size).replay()
 
@@ -297,6 +315,8 @@ class GraphRunner:
 
     def _prefill_step(self, size: int) -> Tensor:
         position_T = self.prompt_position_T[:size].clamp_min(0)
+        if self.shifts:
+            position_T = position_T + self.prompt_shift_T[:size]
         out = attention.backbone(self.model)(
             input_ids=self.prompt_ids_T[:size, None], position_ids=position_T[:, None], use_cache=False
         )
@@ -341,7 +361,7 @@ class GraphRunner:
         source = torch.tensor(values)
         return source.pin_memory().to(self.ids_B.device, non_blocking=True) if self.ids_B.is_cuda else source
 
-    def _send(self, target: Tensor, values: Sequence[Any]) -> None:
+    def _send(self, target: Tensor, values: Any) -> None:
         """Copy to the GPU asynchronously."""
         source = torch.tensor(values, dtype=target.dtype)
         target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)

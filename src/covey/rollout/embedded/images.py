@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from covey.models.families import causal_lm
 from covey.rollout.embedded.scheduler import RequestState
 from covey.types import Image, ImageSpan
 
@@ -26,7 +27,7 @@ class FeatureCache:
     """The features of images under the current weights. The least recently used ones are dropped."""
 
     def __init__(self, model: Any, vision: VisionProcessor) -> None:
-        self.lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.lm = causal_lm(model)
         self.vision = vision
         self.encoded = 0  # images that went through the vision tower
         self._features: OrderedDict[str, ImageFeatures] = OrderedDict()

@@ -119,6 +119,11 @@ class PrefillGroup:
     def new_tokens(self) -> int:
         return self.leader.cached - self.shared
 
+    @property
+    def has_new_images(self) -> bool:
+        """Whether tokens of an image must be computed."""
+        return any(span.end > self.shared for span in self.leader.images)
+
 
 class CacheAllocator(Protocol):
     """A `BlockManager` or a `RowManager` (allocation.py)."""
