@@ -1,4 +1,4 @@
-"""Vision-language models on a GPU: captured decode steps and text prompts, and prompts with new images without a graph."""
+"""Vision-language models on a GPU: captured decode steps and text prompts; prompts with new images without a graph."""
 
 from __future__ import annotations
 
