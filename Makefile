@@ -77,7 +77,7 @@ oracles: $(ORACLES)/stamp
 
 # Sampling with vLLM's CPU build, on tiny models: docs/rollout.md
 vllm: $(VLLM)/stamp
-	$(VLLM)/bin/python -m pytest tests/integration/test_vllm.py
+	$(VLLM)/bin/python -m pytest tests/integration
 
 # Environments of the verifiers package, which wants versions of its own: docs/environments.md
 verifiers: $(VERIFIERS)/stamp
@@ -150,11 +150,12 @@ $(VERIFIERS)/stamp: pyproject.toml constraints.txt
 	$(VERIFIERS_PIP) install -c constraints.txt -e '.[verifiers]' pytest pytest-timeout
 	touch $@
 
-$(VLLM)/stamp: pyproject.toml tests/integration/requirements.txt tests/integration/requirements-no-deps.txt
+$(VLLM)/stamp: pyproject.toml $(addprefix tests/integration/,requirements.txt requirements-no-deps.txt sitecustomize.py)
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM_PIP) install -c constraints.txt torch
 	$(VLLM_PIP) install --no-deps -r tests/integration/requirements-no-deps.txt
 	$(VLLM_PIP) install -e . -r tests/integration/requirements.txt
+	cp tests/integration/sitecustomize.py "$$($(VLLM)/bin/python -c 'import site; print(site.getsitepackages()[0])')"
 	touch $@
 
 $(DOCS)/stamp: pyproject.toml constraints.txt

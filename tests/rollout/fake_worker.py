@@ -40,7 +40,7 @@ class FakeVllm:
         torch.manual_seed(99)  # not the learner's weights
         self.model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(settings["model"])).eval()
 
-    async def generate(self, prompt: list[int], sampling: Message) -> Message:
+    async def generate(self, prompt: list[int], sampling: Message, images: list[Message]) -> Message:
         if self.mode == "dies":
             print("the last words", flush=True)
             os._exit(3)

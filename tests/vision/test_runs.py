@@ -186,7 +186,6 @@ def test_what_does_not_work_yet_is_refused_by_name(model: Path, capsys: pytest.C
 
 
 UNSUPPORTED: dict[str, tuple[str, str, Any]] = {
-    "rollout=vllm": ("rollout", "name", "vllm"),
     "cluster=ray": ("cluster", "name", "ray"),
     "agent=verifiers": ("agent", "name", "verifiers"),
     "learner.tensor_parallel": ("learner", "tensor_parallel", 2),
@@ -204,6 +203,16 @@ def test_a_part_that_does_not_see_is_refused_whatever_is_installed(model: Path, 
     config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
     with pytest.raises(InputError, match=f"{name} does not work with images yet"):
         check_vision(config, source)
+
+
+def test_vllm_takes_images_of_models_with_a_grid(model: Path, tmp_path: Path) -> None:
+    """Its processors cut pictures into other tiles than those of transformers."""
+    config = Config()
+    vllm = replace(config, rollout=replace(config.rollout, name="vllm"))
+    check_vision(vllm, open_source(replace(config.model, name=str(model))))
+    tiles = open_source(replace(config.model, name=str(vlm_folder(tmp_path / "tiles", "smolvlm"))))
+    with pytest.raises(InputError, match="rollout=vllm does not work with images yet"):
+        check_vision(vllm, tiles)
 
 
 def test_images_for_a_text_model_are_refused(tiny_model_folder: Path) -> None:

@@ -45,13 +45,13 @@ def tokenizer_of(family: str) -> Any:
     return tokenizer
 
 
-def config_of(family: str, tokenizer: Any) -> Any:
+def config_of(family: str, tokenizer: Any, width: int = 32) -> Any:
     import transformers
 
     ids = {mark: tokenizer.convert_tokens_to_ids(mark) for mark in MARKS[family in GRIDS]}
     text: dict[str, Any] = {
         "vocab_size": len(tokenizer),
-        "hidden_size": 32,
+        "hidden_size": width,
         "intermediate_size": 48,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
@@ -62,17 +62,17 @@ def config_of(family: str, tokenizer: Any) -> Any:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.eos_token_id,
     }
-    rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 1, 1]}
+    rope = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [width // 16, width // 32, width // 32]}
     common = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "initializer_range": 0.3}
     if family == "qwen2_vl":
-        vision = {**common, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+        vision = {**common, "embed_dim": 16, "hidden_size": width, "mlp_ratio": 2}
         return transformers.Qwen2VLConfig(
             text_config=text | {"rope_parameters": rope}, vision_config=vision, **_grid_ids(ids)
         )
     if family == "qwen2_5_vl":
         vision = {
             **common,
-            **{"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 32},
+            **{"hidden_size": 16, "out_hidden_size": width, "intermediate_size": 32},
             **{"window_size": 16, "fullatt_block_indexes": [1]},
         }
         return transformers.Qwen2_5_VLConfig(
@@ -81,11 +81,11 @@ def config_of(family: str, tokenizer: Any) -> Any:
     if family == "qwen3_vl":
         vision = {
             **common,
-            **{"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 32},
+            **{"hidden_size": 16, "out_hidden_size": width, "intermediate_size": 32},
             **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
         }
         return transformers.Qwen3VLConfig(
-            text_config=text | {"rope_parameters": rope | {"mrope_interleaved": True}, "head_dim": 8},
+            text_config=text | {"rope_parameters": rope | {"mrope_interleaved": True}, "head_dim": width // 4},
             vision_config=vision,
             **_grid_ids(ids),
         )
@@ -123,12 +123,14 @@ def image_processor_of(family: str) -> Any:
     return kind(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
 
 
-def tiny_vlm(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Any, VisionProcessor]:
-    """A random model with large enough weights to have opinions, and its processor."""
+def tiny_vlm(
+    family: str, seed: int = 0, dtype: torch.dtype = torch.float32, width: int = 32
+) -> tuple[Any, VisionProcessor]:
+    """A random model with large enough weights to have opinions, and its processor. `width`: the hidden size."""
     from transformers import AutoModelForImageTextToText
 
     tokenizer = tokenizer_of(family)
-    config = config_of(family, tokenizer)
+    config = config_of(family, tokenizer, width)
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").to(dtype).eval()
     with torch.no_grad():

@@ -368,7 +368,7 @@ def check_vision(config: Config, source: ModelSource | None, messages: Sequence[
             raise InputError(f"model.{given[0]} is for vision-language models, but {source.name} reads text only")
         return
     unsupported = {
-        "rollout=vllm": config.rollout.name == "vllm",
+        "rollout=vllm": config.rollout.name == "vllm" and not source.vision.family.grid,
         "cluster=ray": config.cluster.name != "local",
         "agent=verifiers": config.agent.name == "verifiers",
         "learner.tensor_parallel": config.learner.tensor_parallel > 1,
@@ -377,7 +377,7 @@ def check_vision(config: Config, source: ModelSource | None, messages: Sequence[
     if refused := [name for name, used in unsupported.items() if used]:
         raise InputError(
             f"{refused[0]} does not work with images yet, and {source.name} is a vision-language model\n"
-            "  supported: the embedded engine in one process, and every agent but verifiers"
+            "  supported: one process, with the embedded engine or (Qwen-VL models) vLLM, and every agent but verifiers"
         )
 
 

@@ -268,12 +268,17 @@ def _episodes_in_progress(config: Config) -> int:
 
 
 def _make_vllm(prepared: BuildSpec, policy: Any, log: Path, shared: bool | None) -> RolloutEngine:
-    from covey.rollout.vllm import VllmEngine, VllmSettings
+    from covey.models.families import causal_lm
+    from covey.models.image_features import trains_vision
+    from covey.rollout.vllm import VisionSettings, VllmEngine, VllmSettings
 
     source, config = prepared.model, prepared.config
     assert source is not None
     rollout, gpus = config.rollout, engine_gpus(config)
     colocated = shares_gpu(config, gpus) if shared is None else shared
+    vision = None
+    if source.vision is not None:
+        vision = VisionSettings.of(source.vision, trained=trains_vision(causal_lm(policy)))
     settings = VllmSettings(
         model=source.path,
         eos_ids=source.eos_ids(),
@@ -287,6 +292,7 @@ def _make_vllm(prepared: BuildSpec, policy: Any, log: Path, shared: bool | None)
         sleeps=rollout.sleep and colocated,
         trust_remote_code=config.model.trust_remote_code,
         revision=source.revision,
+        vision=vision,
     )
     here = policy.get_input_embeddings().weight.device.type == "cuda"  # False: another process trains the policy
-    return VllmEngine(settings, log=log, same_gpu=colocated and len(gpus) == 1 and here)
+    return VllmEngine(settings, log=log, same_gpu=colocated and len(gpus) == 1 and here, vision=source.vision)

@@ -5,6 +5,6 @@ process.py   the messages between the two sides; the worker's process, its log a
 worker.py    the other side: vLLM's AsyncLLM, driven by these messages
 """
 
-from covey.rollout.vllm.engine import VllmEngine, VllmSettings
+from covey.rollout.vllm.engine import VisionSettings, VllmEngine, VllmSettings
 
-__all__ = ["VllmEngine", "VllmSettings"]
+__all__ = ["VisionSettings", "VllmEngine", "VllmSettings"]

@@ -1,15 +1,17 @@
 """`VllmEngine`: vLLM in a process of its own (worker.py), with a copy of the learner's weights.
 
-    await generate(ids, sampling)      any number at once; cancelling one aborts it in vLLM
-    await publish(weights, version)    waits for the requests in progress, so a completion has one version
+    await generate(ids, sampling, images)      any number at once; cancelling one aborts it in vLLM
+    await publish(weights, version)            waits for the requests in progress, so a completion has one version
 
 Weights are sent over CUDA IPC if vLLM has the learner's GPU to itself, otherwise in a safetensors file
-(`covey.weights`). vLLM starts with empty weights: it samples only after the first publish.
+(`covey.weights`). vLLM starts with empty weights: it samples only after the first publish. An image goes to vLLM as the
+file it came in and the size at which the model sees it; vLLM prepares and encodes it by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import os
 import sys
@@ -17,19 +19,40 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import covey
 from covey.errors import RunFailed
+from covey.images import picture_size
 from covey.protocols import Metrics
 from covey.rollout.vllm.process import Message, WorkerProcess
 from covey.types import Completion, ImageSpan, Sampling, StopReason
 from covey.weights.transport import WeightTransport
 from covey.weights.vllm import CudaIpcTransport, VllmFileTransport
 
+if TYPE_CHECKING:
+    from covey.models.vision import VisionProcessor
+
 WORKER = (sys.executable, "-m", "covey.rollout.vllm.worker")
+
+
+@dataclass(frozen=True)
+class VisionSettings:
+    """How images are shown to the model."""
+
+    token_id: int  # stands for an image in the prompts that vLLM takes
+    max_pixels: int
+    resample: int  # PIL's filter for resizing
+    min_pixels: int  # smaller and larger pictures are resized
+    trained: bool  # features of images change with the weights
+
+    @classmethod
+    def of(cls, vision: VisionProcessor, *, trained: bool) -> VisionSettings:
+        processor = vision.image_processor
+        least = int(processor.size["shortest_edge"])
+        return cls(vision.token_id, vision.max_pixels, int(processor.resample), least, trained)
 
 
 @dataclass(frozen=True)
@@ -48,17 +71,25 @@ class VllmSettings:
     sleeps: bool = False  # releases its GPU memory between `pause` and `resume`
     trust_remote_code: bool = False
     revision: str | None = None  # of a hub id
+    vision: VisionSettings | None = None  # of a model that sees images
 
 
 class VllmEngine:
     owns_weights = True  # its weights and kernels are not the learner's
 
     def __init__(
-        self, settings: VllmSettings, *, log: Path, same_gpu: bool = False, command: Sequence[str] | None = None
+        self,
+        settings: VllmSettings,
+        *,
+        log: Path,
+        same_gpu: bool = False,
+        vision: VisionProcessor | None = None,
+        command: Sequence[str] | None = None,
     ) -> None:
-        """`same_gpu`: the learner works on vLLM's only GPU, so weights need not leave it. `command` replaces the
-        worker, for tests."""
+        """`same_gpu`: the learner works on vLLM's only GPU, so weights need not leave it. `vision`: prepares the images
+        of a model that sees them. `command` replaces the worker, for tests."""
         self.settings = settings
+        self.vision = vision
         self.transport: WeightTransport = CudaIpcTransport() if same_gpu else VllmFileTransport()
         self.version = 0
         self.generated_tokens = 0
@@ -84,13 +115,17 @@ class VllmEngine:
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, images: Sequence[ImageSpan] = ()
     ) -> Completion:
-        assert not images, "refused when the run is prepared (check_vision)"
         if not token_ids:
             raise ValueError("cannot continue an empty prompt")
         while self._exclusive is not None:
             await asyncio.shield(self._exclusive)
         assert not self._asleep, "sampling before resume()"
-        number, future = self._send("generate", prompt=list(token_ids), sampling=asdict(sampling))
+        number, future = self._send(
+            "generate",
+            prompt=list(token_ids),
+            sampling=asdict(sampling),
+            images=[shown(span, self.vision) for span in images],
+        )
         self._sampling.add(future)
         try:
             message = await future
@@ -196,6 +231,14 @@ class VllmEngine:
         if self._started is None:
             cause = "vLLM could not start"
         return {"dead": f"{cause}\n{self._worker.tail()}\n  the whole log: {self._worker.log}"}
+
+
+def shown(span: ImageSpan, vision: VisionProcessor | None) -> Message:
+    """An image for the worker, and its size as the model sees it."""
+    assert vision is not None, "images, but the model sees none"
+    size = vision.shown_size(*picture_size(span.image, vision.max_pixels))
+    content = base64.b64encode(span.image.data).decode()
+    return {"start": span.start, "length": span.length, "content": content, "size": size}
 
 
 def _resolve(future: asyncio.Future[Message], message: Message) -> None:

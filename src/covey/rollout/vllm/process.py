@@ -1,7 +1,7 @@
 """The vLLM worker's process, and the messages between it and the engine: JSON in length-prefixed frames over a socket
 pair.
 
-    engine → worker    {"do": "generate", "id": 7, "prompt": [..], "sampling": {..}}
+    engine → worker    {"do": "generate", "id": 7, "prompt": [..], "sampling": {..}, "images": [..]}
     worker → engine    {"id": 7, "done": {..}}    or    {"id": 7, "error": "why"}
 
 The first message is the settings; its reply, with id 0, says that the worker is ready. JSON keeps every bit of a float.

@@ -7,20 +7,24 @@ them.
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from covey.images import picture
 from covey.rollout.vllm.process import Message, frame, receive_async
+from covey.types import Image
 from covey.weights.files import file_digest
 from covey.weights.vllm import EXTENSION
 
+PICTURES = 256  # decoded ones that are kept: those of a group and of its next turns
 COMMANDS = ("generate", "load_file", "load_begin", "load_bucket", "load_end", "sleep", "wake")
 
 
@@ -85,11 +89,14 @@ class Vllm:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.eos_ids = list(settings["eos_ids"])
+        self.vision = settings["vision"]
         gpu = bool(settings["devices"])
         self.llm: Any = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=settings["model"],
-                load_format="dummy",  # the first publish brings the learner's weights
+                # The first publish brings the learner's weights. A vision tower of vLLM's also has constants that are
+                # not among them: random weights would replace these.
+                load_format="auto" if self.vision else "dummy",
                 dtype=settings["dtype"],
                 max_model_len=settings["context_length"],
                 max_num_seqs=settings["max_sequences"],
@@ -104,15 +111,23 @@ class Vllm:
                 worker_extension_cls=EXTENSION,
                 generation_config="vllm",  # no sampling defaults from the model's folder
                 disable_log_stats=True,
+                mm_processor_kwargs=self.vision and {name: self.vision[name] for name in ("min_pixels", "max_pixels")},
             )
         )
 
-    async def generate(self, prompt: list[int], sampling: Message) -> Message:
+    async def generate(self, prompt: list[int], sampling: Message, images: Sequence[Message]) -> Message:
         from vllm.inputs import TokensPrompt
 
-        request = self.llm.generate(TokensPrompt(prompt_token_ids=prompt), self._params(sampling), os.urandom(8).hex())
-        async for out in request:
+        inputs = TokensPrompt(prompt_token_ids=prompt)
+        if images:
+            inputs = TokensPrompt(
+                prompt_token_ids=with_placeholders(prompt, images, self.vision["token_id"]),
+                multi_modal_data={"image": [opened(image, self.vision) for image in images]},
+            )
+        async for out in self.llm.generate(inputs, self._params(sampling), os.urandom(8).hex()):
             (completion,) = out.outputs
+        if images and list(out.prompt_token_ids) != prompt:
+            raise RuntimeError("vLLM's processor shows an image by other tokens than the learner's")
         ids = [int(token) for token in completion.token_ids]
         if sampling["temperature"] == 0:
             logprobs = [0.0] * len(ids)
@@ -155,15 +170,19 @@ class Vllm:
         await self._call_workers("covey_load_bucket", handle, layout)
 
     async def load_end(self) -> None:
-        """Finish loading, and flush the prefix cache, which was computed with the old weights."""
+        """Finish loading, and flush what was computed with the old weights: prefixes, and features of images."""
         await self._call_workers("covey_load_end")
         if not await self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache is in use and cannot be emptied")
+        if self.vision and self.vision["trained"]:
+            if not hasattr(self.llm, "reset_encoder_cache"):
+                raise RuntimeError("this vLLM keeps features of images: set model.freeze_vision=true, or update vLLM")
+            await self.llm.reset_encoder_cache()
 
     async def sleep(self) -> None:
         """Release the memory of weights and cache. Their contents are lost, so weights must be loaded again after
-        `wake`."""
-        await self.llm.sleep(level=2)
+        `wake`; those of a vision-language model are kept in CPU memory, for the constants among them."""
+        await self.llm.sleep(level=1 if self.vision else 2)
 
     async def wake(self, what: list[str]) -> None:
         await self.llm.wake_up(what)
@@ -173,6 +192,27 @@ class Vllm:
 
     def close(self) -> None:
         self.llm.shutdown()
+
+
+def with_placeholders(prompt: Sequence[int], images: Sequence[Message], token_id: int) -> list[int]:
+    """The prompt with one token in place of each image, as vLLM's processors take it."""
+    ids: list[int] = []
+    end = 0
+    for image in images:
+        ids += [*prompt[end : image["start"]], token_id]
+        end = image["start"] + image["length"]
+    return [*ids, *prompt[end:]]
+
+
+def opened(image: Message, vision: Message) -> Any:
+    """The picture as the model sees it, so that vLLM's processor resizes nothing."""
+    return _picture(image["content"], tuple(image["size"]), vision["max_pixels"], vision["resample"])
+
+
+@functools.lru_cache(PICTURES)
+def _picture(content: str, size: tuple[int, int], max_pixels: int, resample: int) -> Any:
+    decoded = picture(Image("", base64.b64decode(content)), max_pixels)
+    return decoded if decoded.size == size else decoded.resize(size, resample)
 
 
 def _stop_reason(completion: Any) -> str:
