@@ -11,7 +11,7 @@ import gc
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ from covey.app.checks import digest_rewards, digest_tasks
 from covey.app.compose import CommandLine, compose_command, whole_number
 from covey.app.loaded_model import TASK_KEYS, compose_for
 from covey.app.models import make_engine
-from covey.app.parts import open_rewards, open_workers, services, with_workers
+from covey.app.parts import open_rewards, open_workers, service_of, with_workers
 from covey.app.prepare import Prepared, prepare
 from covey.app.resume import is_run
 from covey.config import Composed
@@ -324,9 +324,7 @@ async def _sample_tasks(
     with ExitStack() as resources:
         rewards = open_rewards(prepared.config, prepared.rewards, plan.workers, resources)
         collector = make_collector(prepared, engine, rewards)
-        async with AsyncExitStack() as open_services:
-            for service in services(prepared.agent):
-                await open_services.enter_async_context(service)
+        async with service_of(prepared.agent):
             for job in plan.jobs:
                 await job.run(collector, done[job.spec.key], record)
 

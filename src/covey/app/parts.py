@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -93,9 +93,9 @@ def tool_format(config: Config, source: ModelSource) -> Format:
     return choose_format(config.agent.format, source.tokenizer, source.config.model_type)
 
 
-def services(agent: Agent) -> tuple[AbstractAsyncContextManager[Any], ...]:
-    """The context managers that must be open while the agent plays: the gateway runs a server."""
-    return (agent,) if isinstance(agent, AbstractAsyncContextManager) else ()
+def service_of(agent: Agent) -> AbstractAsyncContextManager[Any]:
+    """What must be open while the agent plays: the gateway runs a server."""
+    return agent if isinstance(agent, AbstractAsyncContextManager) else nullcontext()
 
 
 @runtime_checkable
