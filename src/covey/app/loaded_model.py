@@ -55,9 +55,7 @@ async def sampling(model: LoadedModel) -> AsyncIterator[None]:
 
 def prepare_model(args: CommandLine, usage: str, *, needs_tasks: bool) -> Prepared:
     """Check everything that can be checked before the weights are loaded."""
-    if len(args.positional) != 1:
-        raise InputError(f"name one model or run\n\n{usage.rstrip()}")
-    composed = compose_for(args.positional[0], args)
+    composed = compose_for(args.one("model or run", usage), args)
     tasks = None if needs_tasks else TaskSet(train=(), validation=(), reward=None, description="a question")
     prepared = prepare(composed, tasks=tasks, training=False)
     if needs_tasks and not (prepared.tasks.validation or prepared.tasks.train):

@@ -39,9 +39,6 @@ VALUES = (
 
 def main(argv: list[str]) -> int:
     args = parse(argv, values=VALUES)
-    if args.help:
-        print(USAGE)
-        return 0
     job = parse_job(args, argv)
     job.check()
     refuse_secrets(job.settings, "the job script")
@@ -53,8 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse_job(args: CommandLine, argv: list[str]) -> Job:
-    if len(args.positional) != 1:
-        raise InputError(f"name one recipe\n\n{USAGE.rstrip()}")
+    recipe = args.one("recipe", USAGE)
     mode = args.value("--mode") or "sync"
     if mode not in ("sync", "async"):
         raise unknown("value of --mode", mode, ("sync", "async"))
@@ -62,7 +58,6 @@ def parse_job(args: CommandLine, argv: list[str]) -> Job:
     margin = 60 * args.integer("--margin", max(5, seconds // 600), least=0)
     if margin >= seconds:
         raise InputError(f"--margin {margin // 60}: the job has {seconds // 60} minutes in all\n  give it more --time")
-    recipe = args.positional[0]
     directives = ((flag, text) for flag in DIRECTIVES if (text := args.value(flag)) is not None)
     return Job(
         recipe=recipe,

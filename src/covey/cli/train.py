@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from covey.algorithms import ALGORITHMS
 from covey.app.compose import CommandLine, compose_command
 from covey.app.train import exit_code, run_sft, run_to_end
 from covey.cli.parse import parse
@@ -20,7 +21,8 @@ if TYPE_CHECKING:  # not needed for --help
     from covey.config.schema import Config
     from covey.types import Episode
 
-USAGE = """\
+RECIPES = textwrap.fill("  ".join(recipe_names()), 118, initial_indent="  ", subsequent_indent="  ")
+USAGE = f"""\
 covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
 
   --config-name RECIPE   a ready run inside the package, below (what each is for: docs/recipes.md)
@@ -40,7 +42,7 @@ Settings most people touch (all of them: covey config; one of them: covey config
   data.train_files=a.jsonl     or your own JSON / JSONL / Parquet / CSV with question and answer
   data.val_files=b.jsonl       data for evaluation
   reward=exact                 a reward by name, or yours: reward=my_rewards.py:score
-  algorithm=gvpo               one of {count}: covey algorithms lists them
+  algorithm=gvpo               one of {len(ALGORITHMS)}: covey algorithms lists them
   data.train_batch_size=8      tasks per step
   rollout.group_size=8         attempts per task
   rollout.max_tokens=256       longest answer in tokens
@@ -55,7 +57,7 @@ optimizer.lr, num_generations ...).
 SIGTERM ends a run after its step or evaluation, with a checkpoint; Ctrl-C stops it. The same command continues the run.
 
 Recipes
-{recipes}
+{RECIPES}
 
 Examples
   covey train --config-name demo
@@ -68,9 +70,6 @@ VALUES = ("--config-name", "--config", "--unfinished", "--launcher", "--launcher
 
 def main(argv: list[str]) -> int:
     args = parse(argv, switches=SWITCHES, values=VALUES)
-    if args.help:
-        print(usage())
-        return 0
     if args.positional:
         raise InputError(f"unexpected argument {args.positional[0]!r}: settings are key=value; see covey train --help")
     if args.has("--multirun") or args.has("-m"):
@@ -88,13 +87,6 @@ def main(argv: list[str]) -> int:
     if text is not None and (not text.isdecimal() or int(text) > 255):
         raise InputError(f"--unfinished wants an exit code between 0 and 255, got {text}")
     return exit_code(run_to_end(prepare(composed)), None if text is None else int(text))
-
-
-def usage() -> str:
-    from covey.algorithms import ALGORITHMS
-
-    recipes = textwrap.fill("  ".join(recipe_names()), 118, initial_indent="  ", subsequent_indent="  ")
-    return USAGE.format(recipes=recipes, count=len(ALGORITHMS))
 
 
 def _validate(composed: Composed, *, strict: bool) -> int:
@@ -238,9 +230,6 @@ def main_sft(argv: list[str]) -> int:
     from covey.app.sft import prepare_sft
 
     args = parse(argv, switches=("--validate-only", "--dry-run", "--strict"), values=("--config-name", "--config"))
-    if args.help:
-        print(SFT_USAGE)
-        return 0
     if args.positional:
         raise InputError(f"unexpected argument {args.positional[0]!r}: settings are key=value; see covey sft --help")
     composed = compose_command(args)
