@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from covey.agents.resolve import as_agent, make_agent, tool_names
 from covey.agents.tools.toolset import ToolSet, resolve_tools
-from covey.agents.turns import Toolbox
+from covey.agents.turns import ChatAgent, Toolbox
 from covey.config.schema import OWN_TASKS, Config, DataConfig
 from covey.errors import InputError
 from covey.protocols import Agent
@@ -185,6 +185,11 @@ def find_environment(config: Config) -> EnvironmentOfPackage | None:
     return load_package(config)
 
 
+def is_environment_missing(config: Config, environment: EnvironmentOfPackage | None) -> bool:
+    """Whether the environment of the settings could not be loaded on this machine."""
+    return config.agent.name in OWN_TASKS and environment is None
+
+
 def find_agent(
     config: Config,
     toolbox: Toolbox | None,
@@ -192,13 +197,15 @@ def find_agent(
     environment: EnvironmentOfPackage | None,
     custom: Any = None,
 ) -> Agent:
-    """The agent passed in Python, or that of the settings."""
+    """The agent passed in Python, or that of the settings; a chat agent in place of an environment that is missing."""
     if custom is not None:
         if config.agent.tools:
             raise InputError("tools= are for the built-in agents\n  fix: let your own agent call them, or agent='hf'")
         return as_agent(config.agent.name, custom, config.agent)
     if config.agent.name == "gateway":
         return make_gateway(config, source)
+    if is_environment_missing(config, environment):
+        return ChatAgent()
     if environment is not None:
         from covey.agents.verifiers import VerifiersAgent
 

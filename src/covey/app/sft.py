@@ -20,7 +20,7 @@ from covey.app.run_files import at_original_revision, store, threads_for, write_
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
 from covey.config.validate import UNUSED_BY_SFT, matches
-from covey.errors import InputError, unknown
+from covey.errors import Absent, InputError, unknown
 from covey.redact import hide_settings
 from covey.rollout.templates import use_template
 from covey.tasks.demonstrations import DemonstrationSet, load_demonstrations
@@ -110,8 +110,8 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
     if source is not None:
         use_template(source.tokenizer, config.agent.template)
         renderer = DemonstrationRenderer(config, source, found)
-        train = renderer.render_all("training", found.train)
-        validation = renderer.render_all("validation", found.validation)
+        train = missing.collect(lambda: renderer.render_all("training", found.train)) or ()
+        validation = missing.collect(lambda: renderer.render_all("validation", found.validation)) or ()
         warnings += renderer.warnings
     contents = {"training tasks": _digest(train), "validation tasks": _digest(validation)}
     warnings += missing.warnings(tolerate=tolerate_absent)
@@ -126,7 +126,7 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
         validation=validation,
         algorithm=Likelihood(),
         model=source,
-        total_steps=total_steps(config, len(train if source is not None else found.train)),
+        total_steps=total_steps(config, len(train or found.train)),
         warnings=tuple(warnings),
         folder=folder,
         absent=tuple(missing.messages),
@@ -228,6 +228,8 @@ class DemonstrationRenderer:
             _check_calls(demonstration, schemas)
             messages, tools = self.write(demonstration.messages, schemas)
             turns = render_demonstration(self.renderer, messages, tools, self.eos_ids)
+        except Absent:
+            raise
         except InputError as error:
             raise InputError(f"{demonstration.place}: {error}") from error
         first = next(at for at, message in enumerate(messages) if message["role"] == "assistant")
