@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from covey.agents.formats.base import Call, describe_tools, function_of
+from covey.agents.formats.base import describe_tools, function_of
 from covey.agents.formats.hermes import HermesFormat
 from covey.agents.formats.llama import LlamaFormat
 from covey.agents.tools.session import ToolResult, paid
@@ -34,6 +34,7 @@ from covey.errors import unknown
 from covey.images import images_of, text_of, with_images
 from covey.protocols import NoRoom, Policy
 from covey.replies import thinking_end
+from covey.tool_calls import Call
 from covey.types import Episode, Messages, StopReason, Task, ToolUse
 
 MODULES = ("planner", "executor", "verifier", "generator")

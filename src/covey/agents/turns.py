@@ -21,7 +21,7 @@ from covey.types import Episode, Messages, StopReason, Task, ToolUse
 from covey.workers import WorkerPool
 
 if TYPE_CHECKING:
-    from covey.agents.formats.base import Format
+    from covey.tool_calls import Format
 
 Message = Mapping[str, Any]
 

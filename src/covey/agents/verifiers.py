@@ -32,7 +32,7 @@ from covey.protocols import Policy
 from covey.types import Episode, Messages, RewardTable, StopReason, Task
 
 if TYPE_CHECKING:
-    from covey.agents.formats.base import Format
+    from covey.tool_calls import Format
 
 HARNESS = "covey_chat"  # the module name under which the package finds our chat loop
 REPLACED = ("bash", "null")  # harnesses of the package that the chat loop replaces

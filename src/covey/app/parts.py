@@ -20,12 +20,12 @@ from covey.types import Sampling
 from covey.workers import WorkerPool
 
 if TYPE_CHECKING:  # imported when they are used
-    from covey.agents.formats.base import Format
     from covey.agents.packages import PackageAgent
     from covey.agents.verifiers import VerifiersAgent
     from covey.gateway.agent import GatewayAgent
     from covey.models.loading import ModelSource
     from covey.sandbox import Sandbox
+    from covey.tool_calls import Format
 
     SandboxFactory = Callable[[], Sandbox]
     EnvironmentOfPackage = VerifiersAgent | PackageAgent

@@ -27,21 +27,21 @@ from typing import Any
 
 from covey.errors import InputError
 from covey.gateway.openai_api import (
-    ChatReply,
     ChatRequest,
     Choice,
-    Format,
     Message,
-    ReplyMemory,
     RequestRefused,
+    as_sent_back,
     read_messages,
     to_openai,
     to_openai_content,
+    to_template,
 )
 from covey.images import has_images, is_image, load
 from covey.protocols import NoRoom, Policy
 from covey.replies import with_system
 from covey.storage import StorageFailed
+from covey.tool_calls import Format, Parsed, ReplyMemory
 from covey.types import Episode, Messages, RewardTable, Sampling, StopReason, Task
 
 # Columns that hold the solution in common data sets.
@@ -114,7 +114,7 @@ class OpenEpisode:
             )
 
     async def _answer(self, request: ChatRequest) -> list[Choice]:
-        messages: Messages = self._replies.to_template(request.messages)
+        messages: Messages = to_template(self._replies, request.messages)
         format = self.rules.format if request.tools else None
         native = format is not None and format.native_tools
         if format is not None and not native:
@@ -147,13 +147,12 @@ class OpenEpisode:
         )
         turn = reply.turn
         assert turn is not None
-        chat_reply = ChatReply({"role": "assistant", "content": reply.text})
+        parsed = Parsed({"role": "assistant", "content": reply.text})
         if format is not None and reply.stop is not StopReason.LENGTH:
             parsed = format.parse(reply.text)
-            chat_reply = ChatReply(parsed.message, parsed.calls)
             self.policy.remember(parsed.message)
-        self._replies.add(chat_reply)
-        return Choice(to_openai(chat_reply), turn, [self.policy.decode([token]) for token in turn.completion_ids])
+        self._replies.add(parsed, as_sent_back(parsed))
+        return Choice(to_openai(parsed), turn, [self.policy.decode([token]) for token in turn.completion_ids])
 
     def record_turn(self, reward: Any, state: Any) -> None:
         """Set the reward of the last reply, and the state in which it was requested."""

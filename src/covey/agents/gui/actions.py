@@ -24,9 +24,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-from covey.agents.formats.base import Call
 from covey.agents.formats.hermes import HermesFormat
 from covey.errors import nearest
+from covey.tool_calls import Call
 
 Point = tuple[float, float]
 

@@ -32,7 +32,7 @@ from covey.types import Image, ImageFile, ToolUse
 from covey.workers import RemoteError, WorkerDied, WorkerPool, WorkerSession, WorkerTimeout
 
 if TYPE_CHECKING:
-    from covey.agents.formats.base import Call
+    from covey.tool_calls import Call
 
 # -- Results as text ---------------------------------------------------------------------------------------------------
 
