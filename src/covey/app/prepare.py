@@ -42,6 +42,7 @@ from covey.app.parts import (
     make_toolbox,
 )
 from covey.app.resume import with_model_folder
+from covey.app.run_files import PreparedRun
 from covey.app.teacher import check_teacher, with_teacher
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
@@ -63,27 +64,16 @@ if TYPE_CHECKING:  # torch and transformers take seconds to import
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A run that is checked and can start. Nothing is loaded yet. config.rollout.name is the chosen engine."""
+@dataclass(frozen=True, kw_only=True)
+class Prepared(PreparedRun):
+    """A run of covey train. config.rollout.name is the chosen engine."""
 
-    config: Config
-    tree: dict[str, Any]
-    overrides: tuple[str, ...]
-    fingerprint: str
-    contents: dict[str, str]  # hashes of tasks, rewards and objects, which settings refer to by name
+    command = "train"
+
     tasks: TaskSet
     rewards: RewardSet
     agent: Agent
     algorithm: Algorithm
-    model: ModelSource | None  # None: validation without the model
-    total_steps: int
-    warnings: tuple[str, ...]
-    folder: Path | None = None  # where to write; None: output_dir/DATE/TIME
-    engine_reason: str = ""  # why rollout=auto chose its engine
-    command: str = "train"
-    absent: tuple[str, ...] = ()  # resources missing on this machine, tolerated by a check
-    rejected: int = 0  # warnings that would be errors in a run
     longest_prompt: int = 0  # tokens, of the training tasks
 
     @property

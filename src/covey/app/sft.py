@@ -16,7 +16,7 @@ from covey.app.models import PLANNING, LongestRow, make_learner, plan_memory
 from covey.app.parts import RUNS_CODE, lazy_sandbox
 from covey.app.prepare import MissingResources, open_model, total_steps
 from covey.app.resume import open_run, with_model_folder
-from covey.app.run_files import at_original_revision, store, threads_for, write_run_files
+from covey.app.run_files import PreparedRun, at_original_revision, store, threads_for, write_run_files
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
 from covey.config.validate import UNUSED_BY_SFT, matches
@@ -38,27 +38,16 @@ Schemas = Sequence[Mapping[str, Any]]
 Write = Callable[[Messages, Schemas], tuple[Messages, Schemas | None]]  # → arguments of the chat template
 
 
-@dataclass(frozen=True)
-class PreparedSft:
-    """A run of covey sft that is checked and can start. Nothing is loaded yet."""
+@dataclass(frozen=True, kw_only=True)
+class PreparedSft(PreparedRun):
+    """A run of covey sft."""
 
-    config: Config
-    tree: dict[str, Any]
-    overrides: tuple[str, ...]
-    fingerprint: str
-    contents: dict[str, str]  # hashes of the demonstrations
+    command = "sft"
+
     description: str
     train: tuple[Episode, ...]
     validation: tuple[Episode, ...]
     algorithm: Likelihood
-    model: ModelSource | None  # None: validation without the model
-    total_steps: int
-    warnings: tuple[str, ...]
-    folder: Path | None = None
-    engine_reason: str = ""
-    command: str = "sft"
-    absent: tuple[str, ...] = ()  # resources missing on this machine, tolerated by a check
-    rejected: int = 0  # warnings that would be errors in a run
     steps_known: bool = True  # False: epochs of demonstrations that are not on this machine
 
     @property

@@ -17,6 +17,7 @@ from covey.redact import hide_settings
 
 if TYPE_CHECKING:  # not needed for --help
     from covey.app.prepare import Prepared
+    from covey.app.run_files import PreparedRun
     from covey.app.sft import PreparedSft
     from covey.config.schema import Config
     from covey.types import Episode
@@ -103,7 +104,7 @@ def _validate(composed: Composed, *, strict: bool) -> int:
     return 2 if prepared.rejected else 0
 
 
-def verdict(prepared: Prepared | PreparedSft) -> str:
+def verdict(prepared: PreparedRun) -> str:
     """`valid` only if the run would also start on this machine."""
     if prepared.rejected:
         return "not valid: a run would be refused, see above; nothing was started"
