@@ -59,7 +59,7 @@ def prepare_model(args: CommandLine, usage: str, *, needs_tasks: bool) -> Prepar
     tasks = None if needs_tasks else TaskSet(train=(), validation=(), reward=None, description="a question")
     prepared = prepare(composed, tasks=tasks, training=False)
     if needs_tasks and not (prepared.tasks.validation or prepared.tasks.train):
-        raise InputError("there is nothing to ask: give data=NAME or data.train_files=FILE")
+        raise InputError("no tasks to sample: give data=NAME or data.train_files=FILE")
     return prepared
 
 

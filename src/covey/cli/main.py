@@ -31,7 +31,7 @@ covey — reinforcement learning of language models on groups of sampled answers
   covey dash    [RUNS...]                                                 a page over runs, live, on this machine
   covey report  RUN... [--markdown]                                       that page as one file, or Markdown
   covey runs    [FOLDER...] | tag RUN TAG...                              runs: status, best score, tags; label a run
-  covey watch   RUN                                                       attach to a run that is going
+  covey watch   RUN                                                       follow a run in progress
   covey doctor                                                            what this machine can do, and the fixes
 
 Start with:  covey train --config-name demo        More:  covey COMMAND --help

@@ -100,7 +100,8 @@ covey runs tag RUN [TAG...] [--remove TAG,TAG] [--notes TEXT]
 WATCH = """\
 covey watch RUN
 
-  Attach to a run: its console, with every step and evaluation, and diagnostics. Ctrl-C detaches; the run continues.
+  Follow a run in progress: its console, with every step and evaluation, and diagnostics. Ctrl-C detaches; the run
+  continues.
 """
 WIDE = 160  # columns, if the output is not a terminal
 POLL = 1.0  # seconds

@@ -21,7 +21,7 @@ covey slurm RECIPE --nodes 2 --gpus-per-node 8 [flags] [key=value ...]
   RECIPE               a recipe, or a YAML file that all nodes can read
   --nodes 2            machines
   --gpus-per-node 8    0: train on CPUs
-  --mode async         sync | async; async: half of the GPUs learn (cluster.learner_devices=... says otherwise)
+  --mode async         sync | async; async: half of the GPUs learn, unless `cluster.learner_devices` is set
   --time 04:00:00      of the job, as Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS
   --margin 15          minutes before the end at which the run stops; default a tenth of the time, at least 5
   --partition P  --account A  --qos Q  --constraint C  --job-name NAME

@@ -36,7 +36,7 @@ covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
   --strict               with --validate-only: files and packages missing on this machine are errors, not warnings
   --unfinished CODE      exit code if loop.max_minutes (otherwise 0) or SIGTERM (143) ended the run
 
-Settings most people touch (all of them: covey config; one of them: covey config explain learner.lr)
+Common settings (all of them: covey config; one of them: covey config explain learner.lr)
 
   model=smollm2-135m           a folder, a Hugging Face id, the built-in model, or a run (its best checkpoint)
   data=sort                    a generated task (arithmetic, countdown, ...) or a prepared data set (gsm8k, ...)
@@ -207,7 +207,7 @@ the middle of a write (130). After both, and after a kill, the same command cont
 A row of a file is a conversation in OpenAI's format, {"messages": [...], "tools": [...]}, with tool calls; or it has
 question (or prompt) and answer (or response, completion).
 
-Settings most people touch (all of them: covey config)
+Common settings (all of them: covey config)
 
   model=smollm2-135m             a folder, a Hugging Face id, the built-in model, or a run (its best checkpoint)
   data.train_files=demos.jsonl   JSON, JSONL, Parquet or CSV

@@ -195,7 +195,7 @@ class OpenEpisode:
 
 
 def _episode_over() -> RequestRefused:
-    return RequestRefused(410, "this episode is over: nothing more can be asked in it", code="episode_over")
+    return RequestRefused(410, "this episode is over: it accepts no further requests", code="episode_over")
 
 
 def _instructions(format: Format, tools: Any) -> str | None:
@@ -347,7 +347,7 @@ class Registry:
         token, _, name = key.partition(":")
         if self.new_policy is not None and name and hmac.compare_digest(_digest(token), _digest(self.token)):
             return self.open_new(metadata={"name": name}, key=key)
-        raise RequestRefused(401, "this key opens nothing here: use the token that was printed, or an episode's key")
+        raise RequestRefused(401, "unknown key: use the token that was printed, or an episode's key")
 
     def episode_of(self, caller: Caller) -> OpenEpisode:
         """The episode in which a caller may chat."""
@@ -356,7 +356,7 @@ class Registry:
         if isinstance(caller, ClosedEpisode):
             raise _episode_over()
         if self.new_policy is None:
-            raise RequestRefused(403, "this is the admin's token: POST /episodes gives a key to play with")
+            raise RequestRefused(403, "this is the admin's token: POST /episodes returns the key of an episode")
         return self.episode_of(self.caller(f"{self.token}:default"))
 
     def find(self, caller: Caller, ident: str) -> OpenEpisode:

@@ -55,7 +55,7 @@ class OpenEnvAdapter:
             fields = answer.json()["action"]["properties"]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise InputError(
-                f"agent.environment={self.url}: the server does not tell the schema of its actions ({error})\n"
+                f"agent.environment={self.url}: the server does not return the schema of its actions ({error})\n"
                 "  start it, or name the action's field: agent.environment_options.action=NAME"
             ) from error
         own = {name: field for name, field in fields.items() if name != "metadata"}
