@@ -16,12 +16,12 @@ import pytest
 
 import covey
 from covey import errors
-from covey.agents.formats.base import Call
 from covey.agents.resolve import resolve_agent
 from covey.agents.tools.toolset import ToolSet, resolve_tools
 from covey.errors import describe_error, traceback_location
 from covey.imports import load_function
 from covey.rewards import RewardError, resolve_rewards
+from covey.tool_calls import Call
 from covey.types import Episode, Task
 from covey.workers import WorkerPool
 from tests.agents.scripted import Script, scored
@@ -143,8 +143,8 @@ def test_a_tool_that_raises(mine: str, pools: list[WorkerPool]) -> None:
 def test_a_run_reports_where_a_tool_raised(
     mine: str, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from covey.agents.formats.base import Parsed
     from covey.agents.formats.hermes import HermesFormat
+    from covey.tool_calls import Parsed
 
     def always(self: Any, text: str) -> Parsed:
         return Parsed({"role": "assistant", "content": text}, (Call("lookup", {"key": "x"}),))

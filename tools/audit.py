@@ -39,10 +39,19 @@ def imported(source: Path) -> dict[str, str]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            names += _required(node)
             for root in {name.partition(".")[0] for name in names} - {"covey"}:
                 if root not in sys.stdlib_module_names:
                     found.setdefault(root, str(path.relative_to(source)))
     return found
+
+
+def _required(node: ast.AST) -> list[str]:
+    """The module of `covey.imports.require("module", ...)`."""
+    match node:
+        case ast.Call(func=ast.Name(id="require"), args=[ast.Constant(value=str(name)), *_]):
+            return [name]
+    return []
 
 
 def declared(project: Mapping[str, Any]) -> set[str]:

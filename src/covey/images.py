@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError
-from covey.imports import install_extra
+from covey.imports import require
 from covey.types import Image, ImageFile, Messages
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others could start programs (EPS) or are rare
@@ -381,8 +381,4 @@ def picture(image: Image, max_pixels: int | None = None) -> Any:
 
 
 def require_pillow() -> Any:
-    try:
-        import PIL.Image
-    except ImportError as error:
-        raise InputError(f"images need Pillow:  {install_extra('vision')}") from error
-    return PIL.Image
+    return require("PIL.Image", "vision", "images need Pillow")

@@ -1,4 +1,4 @@
-"""Lazy import of torch, pip commands for missing packages, and functions that the user names.
+"""Lazy import of torch, packages of extras and the commands that install them, and functions that the user names.
 
 Importing torch takes seconds, and many commands only read the settings of algorithms. Modules that define algorithms
 import it lazily:
@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import covey
-from covey.errors import InputError, describe_error, mark_user_code, nearest
+from covey.errors import Absent, InputError, describe_error, mark_user_code, nearest
 
 
 class LazyModule(ModuleType):
@@ -60,7 +60,15 @@ class LazyTable(Mapping[str, Any]):
         return len(self._targets)
 
 
-# -- pip commands ------------------------------------------------------------------------------------------------------
+# -- Packages of extras ------------------------------------------------------------------------------------------------
+
+
+def require(module: str, extra: str, need: str) -> Any:
+    """Import a module that `extra` of Covey installs. `need` begins the error: what needs which package."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Absent(f"{need}:  {install_extra(extra)}\n  ({error})") from error
 
 
 def install_extra(extra: str, *, upgrade: bool = False) -> str:

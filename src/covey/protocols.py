@@ -235,8 +235,8 @@ class Policy(Protocol):
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> Completion:
-        """`role`: who speaks, if an episode has several roles. Override `temperature` and `top_p` only for turns that
-        are not trained on."""
+        """`role`: the role that generates the turn, if an episode has several. Override `temperature` and `top_p` only
+        for turns that are not trained on."""
         ...
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -290,12 +290,13 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Returned by an environment's step, or by a tool, to pay a reward for the turn."""
+    """Returned by an environment's step, or by a tool, to give the turn a reward."""
 
     content: Any  # what the model sees next: messages or a text; of a tool, its result
-    reward: float | None = None  # of the turn that led here; None: not paid
+    reward: float | None = None  # of the turn that led here; None: it receives none
     state: Any = None  # the state that the model is in now, for algorithms that compare turns in equal states
-    role: str | None = None  # who replies: it sees the messages that were sent to this role, and its own replies
+    # The role that generates the next turn: it sees the messages that were sent to this role, and its own replies.
+    role: str | None = None
 
 
 def check_turn_reward(reward: Any) -> None:

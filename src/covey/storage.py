@@ -230,10 +230,7 @@ os.register_at_fork(after_in_child=_release_all)
 
 def text_or_file(value: str) -> str:
     """The text of the file that `value` names, or `value` itself. A word like prompt.txt must be a file."""
-    try:
-        is_file = "\n" not in value and Path(value).is_file()
-    except OSError:  # longer than a file name may be
-        is_file = False
+    is_file = os.path.isfile(value)  # False also for a text that cannot be a file's name
     if not is_file and re.fullmatch(r"[^\s{}]+\.[A-Za-z]\w{1,5}", value):
         raise InputError(f"{value}: no such file\n  give a file, or the text itself")
     return Path(value).read_text() if is_file else value

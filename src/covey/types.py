@@ -161,9 +161,9 @@ class Turn:
     stop: StopReason
     trained: bool = True  # False: part of the episode, but not trained on
     images: tuple[ImageSpan, ...] = ()  # in the prompt
-    reward: float | None = None  # paid for this turn by the environment, a tool or the agent; None: not paid
+    reward: float | None = None  # from the environment, a tool or the agent; None: the turn received none
     state: str | None = None  # key of the situation in which it was sampled; None: its prompt with images
-    role: str | None = None  # who spoke, if an episode has several roles
+    role: str | None = None  # the role that generated the turn, if an episode has several
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +209,12 @@ class Episode:
 
     @property
     def roles(self) -> list[str]:
-        """The roles of its turns, in the order in which they first spoke."""
+        """The roles of its turns, in the order of their first turns."""
         return list(dict.fromkeys(turn.role for turn in self.turns if turn.role is not None))
 
     @property
     def turn_rewards(self) -> list[float]:
-        """The rewards of the turns that were paid."""
+        """The rewards of the turns that received one."""
         return [turn.reward for turn in self.turns if turn.reward is not None]
 
     @property
@@ -293,7 +293,7 @@ class Turns:
 
     episode_K: Tensor  # int64
     number_K: Tensor  # int64, 0, 1, … in its episode
-    reward_K: Tensor  # float64, what it adds to the total reward; NaN if it was not paid
+    reward_K: Tensor  # float64, what it adds to the total reward; NaN if it received none
     state_K: Tensor  # int64, equal for the turns of a group that were sampled in the same state
     turn_RT: Tensor  # int64, the turn of each response token; -1 for tokens of no turn
 

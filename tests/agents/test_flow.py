@@ -12,10 +12,10 @@ import pytest
 
 import covey
 from covey.agents.flow import FlowAgent, Memory, Step
-from covey.agents.formats.base import Call
 from covey.errors import InputError
 from covey.protocols import NoRoom, Policy, Reply
 from covey.rewards import resolve_rewards
+from covey.tool_calls import Call
 from covey.training.samples import to_samples
 from covey.types import Collected, Episode, Group, Messages, StopReason, Task, ToolUse, Turn
 from tests.agents.formats.test_react import TEXT, schema

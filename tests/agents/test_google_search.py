@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats.base import Call
 from covey.agents.tools.tool import ToolFailure
 from covey.agents.tools.toolset import ToolSet, resolve_tools
 from covey.errors import InputError
+from covey.tool_calls import Call
 
 KEY = "a-planted-secret"
 

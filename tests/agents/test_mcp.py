@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats.base import Call
 from covey.agents.tools.mcp import McpTool, find_server, mcp_tools
 from covey.agents.tools.mcp_connection import Server, without_secrets
 from covey.agents.tools.tool import ToolFailure, ToolMistake
 from covey.agents.tools.toolset import resolve_tools
 from covey.errors import Absent, InputError
+from covey.tool_calls import Call
 
 pytest.importorskip("mcp", reason="needs the extra covey[mcp]")
 

@@ -137,7 +137,7 @@ def test_a_server_that_is_down_is_found_before_training(unused: Any = None) -> N
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(InputError, match="the server does not tell the schema of its actions"):
+    with pytest.raises(InputError, match="the server does not return the schema of its actions"):
         OpenEnvAdapter(url, {})
     episode = play(OpenEnvAdapter(url, {"action": "message"}), "1")
     assert episode.failure is not None and episode.failure.cause == "environment"

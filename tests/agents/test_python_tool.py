@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from covey.agents.formats.base import Call
 from covey.agents.tools.session import ToolResult
 from covey.agents.tools.toolset import ToolSet, resolve_tools
 from covey.config.schema import SandboxConfig
 from covey.errors import InputError
 from covey.sandbox import Sandbox
+from covey.tool_calls import Call
 
 
 @pytest.fixture(scope="module")

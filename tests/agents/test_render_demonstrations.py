@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats.base import Call
 from covey.agents.formats.detect import choose_format, make_format
 from covey.agents.render_demonstrations import WRITERS, call_text, render_messages
 from covey.agents.turns import with_system
@@ -16,6 +15,7 @@ from covey.errors import InputError
 from covey.rollout.policy import EpisodePolicy
 from covey.rollout.rendering import Renderer, render_demonstration
 from covey.rollout.templates import use_template
+from covey.tool_calls import Call
 from covey.types import Completion, Sampling, StopReason
 from tests.conftest import byte_tokenizer
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats.base import Call
 from covey.agents.tools.search import PASSAGE, corpus_files, fingerprint, read_corpus
 from covey.agents.tools.toolset import resolve_tools
 from covey.errors import Absent, InputError
 from covey.imports import install_extra
+from covey.tool_calls import Call
 
 PASSAGES = [
     {"title": "Paris", "text": "Paris is the capital of France, on the river Seine."},

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 import covey
-from covey.agents.formats.base import Call
 from covey.agents.tools.session import ToolSession
 from covey.agents.tools.tool import ToolFailure
 from covey.agents.tools.toolset import ToolSet, resolve_tools
+from covey.tool_calls import Call
 from covey.workers import WorkerPool
 
 

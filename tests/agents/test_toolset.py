@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import covey
-from covey.agents.formats.base import Call
 from covey.agents.tools.python import without_fence
 from covey.agents.tools.session import ToolResult
 from covey.agents.tools.tool import ToolFailure, ToolMistake
 from covey.agents.tools.toolset import ToolSet, resolve_tools
 from covey.errors import InputError
+from covey.tool_calls import Call
 from tests.agents.inline_pool import InlinePool
 
 

@@ -142,7 +142,8 @@ def test_a_run_on_its_own_tasks_and_on_others(tiny_model_folder: Path, capsys: p
     Path("mine.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": "2+2?", "answer": "4"}\n')
     capsys.readouterr()
     assert main(["eval", str(run), str(tiny_model_folder), "--tasks", "sort", "--out", "others"]) == 2
-    assert "are asked sort differently (max_tokens)" in capsys.readouterr().err  # 6 of the run's, 256 by default
+    # 6 of the run's, 256 by default
+    assert "are evaluated on sort with different settings (max_tokens)" in capsys.readouterr().err
     assert main(["eval", str(run), "--tasks", "mine.jsonl", "reward=exact"]) == 0
     assert "mine.jsonl" in capsys.readouterr().out
     (folder,) = Path("outputs/eval").iterdir()

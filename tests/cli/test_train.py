@@ -302,7 +302,7 @@ def test_ctrl_c_in_the_midst_of_a_librarys_work_is_an_interruption(
         finally:
             raise AttributeError("'NoneType' object has no attribute 'x'")
 
-    monkeypatch.setattr("covey.cli.main._command", lambda word: broken)
+    monkeypatch.setattr("covey.cli.main._command", lambda word, argv: broken(argv))
     assert main(["train"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
 

@@ -53,7 +53,7 @@ prompts, completions, scores = ["1 + 1 ="], [["2", "3", "4", "5"]], [[1.0, 0.0, 
     + 'text = \'<tool_call>\\n{"name": "now", "arguments": {}}\\n</tool_call>\'\n',
     "def test_an_extreme_reward": "import torch, covey",
     'resolve_tools(["calculator", weather]': """
-from covey.agents.formats.base import Call
+from covey.tool_calls import Call
 from covey.agents.tools.toolset import resolve_tools
 from covey.sandbox import Limits, Sandbox, choose
 from covey.workers import WorkerPool

@@ -39,7 +39,7 @@ def test_ctrl_c_in_the_middle_of_a_line_writes_the_line(harness: CrashHarness, m
     recorded = crashed.records(run)  # raises if a line is torn
     assert [r["step"] for r in recorded if r["kind"] == "step"] == [0, 1, 2]
     output = (folder / "log.txt").read_text()
-    assert "stopping; Ctrl-C again leaves at once" in output
+    assert "stopping; Ctrl-C again exits immediately" in output
     assert "the same command continues from the last checkpoint, after step 2\n" in output
     assert harness.nest.run(folder, words) == 0
     assert crashed.outcome(folder) == harness.expected(words)

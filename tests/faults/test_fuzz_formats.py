@@ -9,7 +9,6 @@ from typing import Any, Literal
 import pytest
 from hypothesis import strategies as st
 
-from covey.agents.formats.base import Call
 from covey.agents.formats.detect import FORMATS, detect, make_format
 from covey.agents.formats.json_repair import InvalidJson, parse_json, value_end
 from covey.agents.render_demonstrations import WRITERS, call_text, render_messages
@@ -17,6 +16,7 @@ from covey.agents.tools.calculator import ExpressionError, calculate
 from covey.agents.tools.schema import coerce
 from covey.agents.tools.tool import ToolMistake, read_docstring, tool
 from covey.errors import InputError
+from covey.tool_calls import Call
 from tests.faults.fuzzing import Target, json_values, mixed, repeated, scalars, suite, texts
 
 MARKS = [

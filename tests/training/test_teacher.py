@@ -267,7 +267,7 @@ def test_an_endpoint_that_is_down_is_reported_and_the_run_has_failed(
         ),
         ({"teacher.coef": 0.5}, "settings of a teacher, and no teacher"),
         ({"teacher.name": "nosuch"}, "teacher=nosuch: unknown model"),
-        ({"teacher.name": "current"}, "nothing to teach without more to read"),
+        ({"teacher.name": "current"}, "gives no signal unless its prompt contains more than the policy's"),
         ({"teacher.name": "current", "teacher.prompt_template": "think!"}, "the same text for every task"),
         ({"teacher.name": "current", "teacher.prompt_template": "nofile.txt"}, "nofile.txt: no such file"),
         (

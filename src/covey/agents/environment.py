@@ -11,11 +11,11 @@
                 return covey.Done(reward=1.0)
             return covey.Done(reward=0.0) if self.left == 0 else "Wrong. Try again."
 
-A step that pays returns `covey.Observation("Wrong.", reward=-0.1)`. Every episode has its own environment, which is
-closed at the episode's end. The sum of an environment's rewards is the built-in reward `given`. If an episode ends
-before the environment is done (turns or tokens used up), the environment's method `end(reason)` returns its `Done`;
-without that method only turns are paid, and an episode in which none was has no reward and is excluded. With a worker
-pool each environment runs in a process of its own, where a hang or crash costs only its episode.
+A step that gives the turn a reward returns `covey.Observation("Wrong.", reward=-0.1)`. Every episode has its own
+environment, which is closed at the episode's end. The sum of an environment's rewards is the built-in reward `given`.
+If an episode ends before the environment is done (turns or tokens used up), the environment's method `end(reason)`
+returns its `Done`; without that method only turns have rewards, and an episode in which none received one is excluded.
+With a worker pool each environment runs in a process of its own, where a hang or crash costs only its episode.
 """
 
 from __future__ import annotations

@@ -25,15 +25,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from covey.agents.formats.base import Call, describe_tools, function_of
+from covey.agents.formats.base import describe_tools, function_of
 from covey.agents.formats.hermes import HermesFormat
 from covey.agents.formats.llama import LlamaFormat
-from covey.agents.tools.session import ToolResult, paid
+from covey.agents.tools.session import ToolResult, reward_of_tools
 from covey.agents.turns import Toolbox
 from covey.errors import unknown
 from covey.images import images_of, text_of, with_images
 from covey.protocols import NoRoom, Policy
 from covey.replies import thinking_end
+from covey.tool_calls import Call
 from covey.types import Episode, Messages, StopReason, Task, ToolUse
 
 MODULES = ("planner", "executor", "verifier", "generator")
@@ -179,7 +180,7 @@ class FlowAgent:
                 plan, _ = await self._ask("planner", policy, memory, self._planner(query, memory))
                 goal, calls = await self._calls(policy, query, memory, plan)
                 results = await session.call(calls)
-                policy.record_turn(reward=paid(results))
+                policy.record_turn(reward=reward_of_tools(results))
                 self._remember(memory, goal, calls, results, policy)
                 if memory.answer is not None:
                     return StopReason.ANSWER

@@ -10,10 +10,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from covey.agents.formats.base import Call, Format, Schemas, call_id, tool_calls_message, with_pictures
+from covey.agents.formats.base import call_id, tool_calls_message, with_pictures
 from covey.errors import InputError
 from covey.images import images_of, text_of
 from covey.replies import with_system
+from covey.tool_calls import Call, Format, Schemas
 from covey.types import Messages
 
 Message = dict[str, Any]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from covey.agents.formats.base import with_pictures
-from covey.agents.tools.session import ToolSession, paid
+from covey.agents.tools.session import ToolSession, reward_of_tools
 from covey.agents.tools.toolset import ToolSet
 from covey.protocols import NoRoom, Policy
 from covey.replies import with_system
@@ -21,7 +21,7 @@ from covey.types import Episode, Messages, StopReason, Task, ToolUse
 from covey.workers import WorkerPool
 
 if TYPE_CHECKING:
-    from covey.agents.formats.base import Format
+    from covey.tool_calls import Format
 
 Message = Mapping[str, Any]
 
@@ -121,7 +121,7 @@ class ToolAgent:
                 if not parsed.calls:
                     return reply.stop, parsed.answer
                 results = await session.call(parsed.calls)
-                policy.record_turn(reward=paid(results))
+                policy.record_turn(reward=reward_of_tools(results))
                 uses += [result.use for result in results]
                 for result in results:
                     if result.ended:

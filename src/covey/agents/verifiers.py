@@ -27,22 +27,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from covey.agents.environment import EnvironmentFailed, without_task
 from covey.config.schema import AgentConfig
 from covey.errors import InputError, describe_error, traceback_location, with_location
-from covey.imports import install_extra, load_function, no_exit
+from covey.imports import load_function, no_exit, require
 from covey.protocols import Policy
 from covey.types import Episode, Messages, RewardTable, StopReason, Task
 
 if TYPE_CHECKING:
-    from covey.agents.formats.base import Format
+    from covey.tool_calls import Format
 
 HARNESS = "covey_chat"  # the module name under which the package finds our chat loop
 REPLACED = ("bash", "null")  # harnesses of the package that the chat loop replaces
 
 
 def require_verifiers() -> Any:
-    try:
-        from verifiers import v1
-    except ImportError as error:
-        raise InputError(f"agent=verifiers needs the package ({error})\n  {install_extra('verifiers')}") from error
+    v1 = require("verifiers.v1", "verifiers", "agent=verifiers needs the package verifiers")
     from covey.agents import verifiers_runtime
 
     sys.modules.setdefault(HARNESS, verifiers_runtime)  # the package imports harnesses by module name

@@ -37,10 +37,10 @@ from verifiers.v1.errors import ToolsetError
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 
-from covey.agents.formats.base import Call, Format
 from covey.errors import InputError, RunFailed
 from covey.protocols import NoRoom, Policy
 from covey.replies import with_system
+from covey.tool_calls import Format, Parsed, ReplyMemory
 from covey.types import StopReason, Turn
 
 __all__ = ["ChatHarness"]  # the package looks here for the harness of this module
@@ -59,7 +59,7 @@ class PolicyClient(vf.Client):
         self.conversations: dict[str, list[Mapping[str, Any]]] = {}  # by trace, with the last reply
         self.no_room = False  # no further token may be sampled
         self.fatal_error: Exception | None = None  # ends the run, not only this episode
-        self._replies: dict[str, tuple[Mapping[str, Any], Sequence[Call]]] = {}
+        self._replies = ReplyMemory(format)
 
     def watch(self, trace: Any) -> None:
         self.traces[trace.id] = trace
@@ -80,7 +80,7 @@ class PolicyClient(vf.Client):
             raise vf.ProviderError(str(self.fatal_error), status_code=400)
         request = dialect.parse_request(body)
         tools = [tool_to_wire(tool) for tool in request.tools or []]
-        messages = self._to_template([_normalise(message_to_wire(message)) for message in request.messages])
+        messages = self._replies.to_template([_normalise(message_to_wire(message)) for message in request.messages])
         trace = self.traces[str(session_id)]
         try:
             return await self._reply(trace, messages, tools, body)
@@ -105,15 +105,13 @@ class PolicyClient(vf.Client):
             max_tokens=body.get("max_tokens") or body.get("max_completion_tokens"),
             trained=trace.agent.trainable,
         )
-        message: Mapping[str, Any] = {"role": "assistant", "content": reply.text}
-        calls: Sequence[Call] = ()
+        parsed = Parsed({"role": "assistant", "content": reply.text})
         if format is not None and reply.stop is not StopReason.LENGTH:  # calls of a truncated reply are not run
             parsed = format.parse(reply.text)
-            message, calls = parsed.message, parsed.calls
-            self.policy.remember(message)
-        self.conversations[trace.id] = [*messages, message]
+            self.policy.remember(parsed.message)
+        self.conversations[trace.id] = [*messages, parsed.message]
         assert reply.turn is not None
-        return self._response(message, calls, reply.turn)
+        return self._response(parsed, reply.turn)
 
     def _format(self, tools: Sequence[Message]) -> Format | None:
         if tools and self.format is None:
@@ -122,10 +120,10 @@ class PolicyClient(vf.Client):
             )
         return self.format if tools else None
 
-    def _response(self, message: Mapping[str, Any], calls: Sequence[Call], turn: Turn) -> vf.Response:
+    def _response(self, reply: Parsed, turn: Turn) -> vf.Response:
         """The reply for the package, without malformed calls, which cannot be run."""
-        valid = [call for call in calls if call.problem is None]
-        content = str(message.get("content") or "")
+        valid = [call for call in reply.calls if call.problem is None]
+        content = str(reply.message.get("content") or "")
         wire_message = vf.AssistantMessage(
             content=content if content or not valid else None,
             tool_calls=[
@@ -134,7 +132,7 @@ class PolicyClient(vf.Client):
             ]
             or None,
         )
-        self._replies[_fingerprint(_normalise(message_to_wire(wire_message)))] = (message, calls)
+        self._replies.add(reply, _normalise(message_to_wire(wire_message)))
         response = vf.Response(
             id=uuid.uuid4().hex,
             created=int(time.time()),
@@ -145,29 +143,6 @@ class PolicyClient(vf.Client):
         )
         response.raw = serialize_completion(response, MODEL)
         return response
-
-    def _to_template(self, wire: Sequence[Message]) -> list[Mapping[str, Any]]:
-        """The package's messages for the chat template: our own replies as they were sampled, and tool results in the
-        model's format."""
-        shown: list[Mapping[str, Any]] = []
-        rest = list(wire)
-        while rest:
-            message = rest.pop(0)
-            reply = self._replies.get(_fingerprint(message)) if message["role"] == "assistant" else None
-            if reply is None:
-                shown.append(message)
-                continue
-            sampled, calls = reply
-            shown.append(sampled)
-            results: dict[str, str] = {}
-            while calls and rest and rest[0]["role"] == "tool":
-                result = rest.pop(0)
-                results[result["tool_call_id"]] = result["content"]
-            if results:
-                assert self.format is not None  # a reply has calls only if a format parsed them
-                answered = [call for call in calls if call.problem or call.id in results]
-                shown += self.format.observe([(call, call.problem or results[call.id]) for call in answered])
-        return shown
 
 
 def _normalise(wire: Message) -> Message:
@@ -192,10 +167,6 @@ def _function(function: Mapping[str, Any]) -> Message:
     except ValueError:
         arguments = function["arguments"]
     return {"name": function["name"], "arguments": arguments}
-
-
-def _fingerprint(message: Message) -> str:
-    return json.dumps([message["content"], message.get("tool_calls") or []], sort_keys=True)
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):

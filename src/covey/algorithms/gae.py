@@ -8,8 +8,8 @@ Schulman et al. 2015, https://arxiv.org/abs/1506.02438; 2017, https://arxiv.org/
 
     value loss  ½ max( (V_θ − returns)²,  (clip(V_θ, V ± c) − returns)² )
 
-An episode's reward is on its last sampled token, a reward that was paid for a turn on the turn's last one; tokens of
-tools and templates in between are skipped, and time runs across turns and forked rows. V_t is the critic's value before
+An episode's reward is on its last sampled token, a reward that a turn received on the turn's last one; tokens of tools
+and templates in between are skipped, and time runs across turns and forked rows. V_t is the critic's value before
 token t. Group size 1 is fine.
 
 Deviations: none. Shapes: N episodes, L tokens of the longest, R rows, T tokens.

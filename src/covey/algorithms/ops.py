@@ -174,7 +174,7 @@ def turns_of(samples: Samples) -> Turns:
 
 
 def unpaid_reward(samples: Samples, turns: Turns) -> Tensor:
-    """The part of each episode's outcome reward that was not paid for a turn, [N]."""
+    """The part of each episode's outcome reward that no turn received, [N]."""
     outcome_N, paid_K = samples.outcome_reward(), turns.reward_K.nan_to_num(nan=0.0)
     sum_N, size_N = paid_K.new_zeros(2, samples.episodes).index_add(
         1, turns.episode_K, torch.stack([paid_K, paid_K.abs()])
@@ -186,7 +186,7 @@ def unpaid_reward(samples: Samples, turns: Turns) -> Tensor:
 
 
 def turn_rewards(samples: Samples, turns: Turns) -> Tensor:
-    """The reward of each turn, [K], with those of its tokens; what was not paid for a turn is on the last one. Their
+    """The reward of each turn, [K], with those of its tokens; what no turn received is on the last one. Their
     sum over an episode is its total reward."""
     rest_N = unpaid_reward(samples, turns)
     reward_K = turns.reward_K.nan_to_num(nan=0.0).to(rest_N.dtype)

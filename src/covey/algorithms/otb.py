@@ -9,7 +9,8 @@ Li et al. 2026, https://arxiv.org/abs/2602.07078
 
 The variance of the gradient is least if the baseline weighs each answer by the squared norm of its gradient so far; the
 norm with respect to the logits stands for that of the weights. Positions are counted over an episode's sampled tokens
-in time order, across tool turns and forked rows. Where one answer goes on alone, the baseline is 0.
+in time order, across tool turns and forked rows. Where one answer continues after all others have ended, the baseline
+is 0.
 
 Deviations: a group of one, or of equal rewards, has advantage 0. With importance correction the authors also weigh W by
 the squared importance weights. Shapes: N episodes, G groups, L tokens of the longest, R rows, T tokens.

@@ -7,9 +7,8 @@ Hu et al. 2025, https://arxiv.org/abs/2501.03262
 
     with baseline:  A_i = whitened(R_i − R̄)   R̄ over the group, whitened over all tokens of the step
 
-An episode's reward is on its last sampled token, a reward that was paid for a turn on the turn's last one; time runs
-across tool turns and forked rows. Group size 1 is fine
-without the baseline; with it, a group of one has R − R̄ = 0.
+An episode's reward is on its last sampled token, a reward that a turn received on the turn's last one; time runs
+across tool turns and forked rows. Group size 1 is fine without the baseline; with it, a group of one has R − R̄ = 0.
 
 Deviations: the paper has a KL in the reward (`kl_in=reward`), and with the baseline in the loss (k2); here kl_coef is 0
 unless set.

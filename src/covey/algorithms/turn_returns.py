@@ -6,11 +6,11 @@ https://arxiv.org/abs/2402.03300; for turns of agents, Zeng et al. 2025, https:/
     G_i,t = r_i,t + γ G_i,t+1                                       over the turns t of episode i
     A_i,t = (G_i,t − mean_j G_j,t) / (σ_j(G_j,t) + ε)               over the episodes j of the group that have a turn t
 
-r_i,t is what was paid for turn t; rewards that are not for a turn, such as an answer's score, are on the last turn. All
-tokens of a turn have its advantage. A turn that only one episode reaches has no baseline and advantage 0.
+r_i,t is the reward that turn t received; rewards that are not for a turn, such as an answer's score, are on the last
+turn. All tokens of a turn have its advantage. A turn that only one episode reaches has no baseline and advantage 0.
 
-If only last turns are paid and γ = 1, A_i,t is GRPO's advantage at every t that all episodes of the group reach, the
-first turn always; if the episodes have equally many turns, everywhere.
+If only last turns receive a reward and γ = 1, A_i,t is GRPO's advantage at every t that all episodes of the group
+reach, the first turn always; if the episodes have equally many turns, everywhere.
 
 Deviations: from the last paper, which adds the advantage of the turn's own reward to that of the outcome: here a turn
 is credited with all later rewards. Shapes: N episodes, K turns, R rows, T tokens.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from covey.app.checks import engine_gpus, shares_gpu
 from covey.app.cluster import start_remote
 from covey.app.models import PLANNING, copy_policy, make_embedded, make_engine, make_learner, plan_memory
-from covey.app.parts import Announces, open_rewards, open_workers, services, with_workers
+from covey.app.parts import Announces, open_rewards, open_workers, service_of, with_workers
 from covey.app.prepare import (
     Prepared,
     is_async,
@@ -126,7 +126,7 @@ def _assemble(
         first_step=first_step,
         resumed=checkpoint is not None,
         best=checkpoint.state["best"] if checkpoint is not None else None,
-        services=services(prepared.agent),
+        service=service_of(prepared.agent),
         resources=resources.pop_all(),
     )
 

@@ -381,11 +381,13 @@ def check_vision(config: Config, source: ModelSource | None, messages: Sequence[
         )
 
 
-def check_prompts(config: Config, tasks: TaskSet, source: ModelSource, agent: Agent) -> int:
+def check_prompts(config: Config, tasks: TaskSet, source: ModelSource | None, agent: Agent) -> int:
     """Check that the model has an embedding for every token, and that the longest prompt and answer fit its context.
-    Returns the tokens of the longest training prompt."""
+    Returns the tokens of the longest training prompt; 0 without the model."""
     from covey.models.folder import check_ids
 
+    if source is None:
+        return 0
     limit = config.model.context_length or source.context_length
     answer = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
     setting = "rollout.max_tokens" if answer == config.rollout.max_tokens else "eval.max_tokens"

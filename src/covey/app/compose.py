@@ -48,9 +48,11 @@ class CommandLine:
     def has(self, flag: str) -> bool:
         return bool(self.flags.get(flag))
 
-    @property
-    def help(self) -> bool:
-        return self.has("--help") or self.has("-h")
+    def one(self, what: str, usage: str) -> str:
+        """The only positional argument."""
+        if len(self.positional) != 1:
+            raise InputError(f"name one {what}\n\n{usage.rstrip()}")
+        return self.positional[0]
 
     def integer(self, flag: str, default: int, *, least: int = 1) -> int:
         text = self.value(flag)

@@ -11,7 +11,7 @@ import gc
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ from covey.app.checks import digest_rewards, digest_tasks
 from covey.app.compose import CommandLine, compose_command, whole_number
 from covey.app.loaded_model import TASK_KEYS, compose_for
 from covey.app.models import make_engine
-from covey.app.parts import open_rewards, open_workers, services, with_workers
+from covey.app.parts import open_rewards, open_workers, service_of, with_workers
 from covey.app.prepare import Prepared, prepare
 from covey.app.resume import is_run
 from covey.config import Composed
@@ -167,7 +167,7 @@ def _setting_mismatches(plans: Sequence[PlannedEval]) -> list[str]:
             if plan.prepared.config.agent != first.prepared.config.agent:
                 differing.append("agent")
             if differing:
-                pair = f"{plan.model} and {first.model} are asked {plan.task} differently"
+                pair = f"{plan.model} and {first.model} are evaluated on {plan.task} with different settings"
                 warnings.append(
                     f"{pair} ({', '.join(differing)}): for a fair comparison give the setting on the command line, "
                     "such as eval.max_tokens=512"
@@ -176,7 +176,7 @@ def _setting_mismatches(plans: Sequence[PlannedEval]) -> list[str]:
 
 
 def _plan(name: str, task: str | None, args: CommandLine, options: EvalOptions) -> PlannedEval:
-    """A model without tasks of its own is asked those of the first run, as that run was."""
+    """A model without tasks of its own is evaluated on the first run's tasks with that run's settings."""
     own_settings = args.value("--config") or args.value("--config-name")
     run = None if own_settings else next(filter(is_run, args.positional), None)
     composed = compose_for(name, args, run) if task is None else _compose_tasks(name, task, args)
@@ -188,12 +188,12 @@ def _plan(name: str, task: str | None, args: CommandLine, options: EvalOptions) 
     task = task or _task_name(prepared)
     if not prepared.tasks.validation:
         raise InputError(
-            f"{task} has no validation tasks: there is nothing to ask\n"
+            f"{task} has no validation tasks: no tasks to evaluate\n"
             "  fix: give --tasks NAME, data=NAME or data.val_files=FILE"
         )
     jobs = tuple(_job(name, task, mode, prepared, options) for mode in prepared.config.eval.modes)
     if not jobs:
-        raise InputError("eval.modes is empty: nothing would be asked\n  fix: eval.modes=[greedy], [sampled] or both")
+        raise InputError("eval.modes is empty: nothing to evaluate\n  fix: eval.modes=[greedy], [sampled] or both")
     most = max(job.spec.n for job in jobs)
     if options.ks is not None and (k := options.ks[-1]) > most:
         raise InputError(
@@ -324,9 +324,7 @@ async def _sample_tasks(
     with ExitStack() as resources:
         rewards = open_rewards(prepared.config, prepared.rewards, plan.workers, resources)
         collector = make_collector(prepared, engine, rewards)
-        async with AsyncExitStack() as open_services:
-            for service in services(prepared.agent):
-                await open_services.enter_async_context(service)
+        async with service_of(prepared.agent):
             for job in plan.jobs:
                 await job.run(collector, done[job.spec.key], record)
 

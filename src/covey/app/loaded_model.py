@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import yaml
 from covey.app.build import make_collector
 from covey.app.compose import CommandLine, compose_command
 from covey.app.models import make_engine
-from covey.app.parts import open_rewards, open_workers, services, with_workers
+from covey.app.parts import open_rewards, open_workers, service_of, with_workers
 from covey.app.prepare import Prepared, prepare
 from covey.app.resume import is_run, model_of, run_of
 from covey.config import Composed
@@ -43,12 +43,10 @@ class LoadedModel:
 
 @asynccontextmanager
 async def sampling(model: LoadedModel) -> AsyncIterator[None]:
-    """Publishes the weights to the engine and opens the agent's services; closes everything at the end."""
+    """Publishes the weights to the engine and opens the agent's service; closes everything at the end."""
     try:
         await model.engine.publish(model.policy, version=0)
-        async with AsyncExitStack() as open_services:
-            for service in services(model.prepared.agent):
-                await open_services.enter_async_context(service)
+        async with service_of(model.prepared.agent):
             yield
     finally:
         model.engine.close()
@@ -57,13 +55,11 @@ async def sampling(model: LoadedModel) -> AsyncIterator[None]:
 
 def prepare_model(args: CommandLine, usage: str, *, needs_tasks: bool) -> Prepared:
     """Check everything that can be checked before the weights are loaded."""
-    if len(args.positional) != 1:
-        raise InputError(f"name one model or run\n\n{usage.rstrip()}")
-    composed = compose_for(args.positional[0], args)
+    composed = compose_for(args.one("model or run", usage), args)
     tasks = None if needs_tasks else TaskSet(train=(), validation=(), reward=None, description="a question")
     prepared = prepare(composed, tasks=tasks, training=False)
     if needs_tasks and not (prepared.tasks.validation or prepared.tasks.train):
-        raise InputError("there is nothing to ask: give data=NAME or data.train_files=FILE")
+        raise InputError("no tasks to sample: give data=NAME or data.train_files=FILE")
     return prepared
 
 

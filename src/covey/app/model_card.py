@@ -102,7 +102,8 @@ def _sees_images(run: Path, folder: Path) -> bool:
 
 
 def hub_name(model: str) -> str:
-    """A name for a base model: its id on the hub, or the last part of a folder, whose path tells of the machine."""
+    """A name for a base model: its id on the hub, or the last part of a folder, since its path would reveal the
+    machine."""
     if model in BUILTIN:
         return f"HuggingFaceTB/{BUILTIN[model]}"
     is_folder = model.startswith(("/", ".", "~")) or model.count("/") != 1 or Path(model).expanduser().exists()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from covey.agents.resolve import as_agent, make_agent, tool_names
 from covey.agents.tools.toolset import ToolSet, resolve_tools
-from covey.agents.turns import Toolbox
+from covey.agents.turns import ChatAgent, Toolbox
 from covey.config.schema import OWN_TASKS, Config, DataConfig
 from covey.errors import InputError
 from covey.protocols import Agent
@@ -20,12 +20,12 @@ from covey.types import Sampling
 from covey.workers import WorkerPool
 
 if TYPE_CHECKING:  # imported when they are used
-    from covey.agents.formats.base import Format
     from covey.agents.packages import PackageAgent
     from covey.agents.verifiers import VerifiersAgent
     from covey.gateway.agent import GatewayAgent
     from covey.models.loading import ModelSource
     from covey.sandbox import Sandbox
+    from covey.tool_calls import Format
 
     SandboxFactory = Callable[[], Sandbox]
     EnvironmentOfPackage = VerifiersAgent | PackageAgent
@@ -93,9 +93,9 @@ def tool_format(config: Config, source: ModelSource) -> Format:
     return choose_format(config.agent.format, source.tokenizer, source.config.model_type)
 
 
-def services(agent: Agent) -> tuple[AbstractAsyncContextManager[Any], ...]:
-    """The context managers that must be open while the agent plays: the gateway runs a server."""
-    return (agent,) if isinstance(agent, AbstractAsyncContextManager) else ()
+def service_of(agent: Agent) -> AbstractAsyncContextManager[Any]:
+    """What must be open while the agent plays: the gateway runs a server."""
+    return agent if isinstance(agent, AbstractAsyncContextManager) else nullcontext()
 
 
 @runtime_checkable
@@ -185,6 +185,11 @@ def find_environment(config: Config) -> EnvironmentOfPackage | None:
     return load_package(config)
 
 
+def is_environment_missing(config: Config, environment: EnvironmentOfPackage | None) -> bool:
+    """Whether the environment of the settings could not be loaded on this machine."""
+    return config.agent.name in OWN_TASKS and environment is None
+
+
 def find_agent(
     config: Config,
     toolbox: Toolbox | None,
@@ -192,13 +197,15 @@ def find_agent(
     environment: EnvironmentOfPackage | None,
     custom: Any = None,
 ) -> Agent:
-    """The agent passed in Python, or that of the settings."""
+    """The agent passed in Python, or that of the settings; a chat agent in place of an environment that is missing."""
     if custom is not None:
         if config.agent.tools:
             raise InputError("tools= are for the built-in agents\n  fix: let your own agent call them, or agent='hf'")
         return as_agent(config.agent.name, custom, config.agent)
     if config.agent.name == "gateway":
         return make_gateway(config, source)
+    if is_environment_missing(config, environment):
+        return ChatAgent()
     if environment is not None:
         from covey.agents.verifiers import VerifiersAgent
 

@@ -37,10 +37,12 @@ from covey.app.parts import (
     find_rewards,
     find_tasks,
     hide_reward_columns,
+    is_environment_missing,
     lazy_sandbox,
     make_toolbox,
 )
 from covey.app.resume import with_model_folder
+from covey.app.run_files import PreparedRun
 from covey.app.teacher import check_teacher, with_teacher
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
@@ -62,27 +64,16 @@ if TYPE_CHECKING:  # torch and transformers take seconds to import
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A run that is checked and can start. Nothing is loaded yet. config.rollout.name is the chosen engine."""
+@dataclass(frozen=True, kw_only=True)
+class Prepared(PreparedRun):
+    """A run of covey train. config.rollout.name is the chosen engine."""
 
-    config: Config
-    tree: dict[str, Any]
-    overrides: tuple[str, ...]
-    fingerprint: str
-    contents: dict[str, str]  # hashes of tasks, rewards and objects, which settings refer to by name
+    command = "train"
+
     tasks: TaskSet
     rewards: RewardSet
     agent: Agent
     algorithm: Algorithm
-    model: ModelSource | None  # None: validation without the model
-    total_steps: int
-    warnings: tuple[str, ...]
-    folder: Path | None = None  # where to write; None: output_dir/DATE/TIME
-    engine_reason: str = ""  # why rollout=auto chose its engine
-    command: str = "train"
-    absent: tuple[str, ...] = ()  # resources missing on this machine, tolerated by a check
-    rejected: int = 0  # warnings that would be errors in a run
     longest_prompt: int = 0  # tokens, of the training tasks
 
     @property
@@ -173,7 +164,8 @@ def prepare(
     player = find_agent(config, toolbox, source, environment, agent)
     if training:
         check_opponents(config, source, custom=agent is not None)
-        check_roles(config, player)
+        if not is_environment_missing(config, environment):
+            check_roles(config, player)
         warnings += unused_settings(config, source)
     task_reward = getattr(player, "reward", None) or task_set.reward  # environments have a reward of their own
     rewards = find_rewards(config, reward, task_reward, sandbox)
@@ -183,9 +175,7 @@ def prepare(
     warnings += check_sizes(config, task_set.train, task_set.validation, "training tasks")
     warnings += _check_sampler(config, task_set.train if training else ())
     missing.collect(lambda: rewards.check_all((*task_set.train, *task_set.validation)))
-    longest = 0
-    if source is not None:
-        longest = check_prompts(config, task_set, source, player)
+    longest = missing.collect(lambda: check_prompts(config, task_set, source, player)) or 0
     if training and config.teacher.name is not None:
         missing.collect(lambda: check_teacher(config, source, task_set.train, player))
     warnings += missing.warnings(tolerate=tolerate_absent)
@@ -216,6 +206,8 @@ def _open_tasks(
     config: Config, environment: Any, tasks: TaskSet | None, missing: MissingResources, *, training: bool
 ) -> TaskSet:
     """The tasks that were given, or those of the settings; none if their files are missing."""
+    if tasks is None and is_environment_missing(config, environment):
+        return TaskSet((), (), reward="given", description="(the environment is not here)")
     found = tasks or missing.collect(lambda: find_tasks(config, environment))
     if found is None:
         found = TaskSet((), (), reward=default_reward(config.data), description="(files not here)")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
 
-from covey.app.models import BuildSpec
 from covey.config.read import load_yaml
 from covey.config.schema import Config
 from covey.config.validate import UNUSED_BY_SFT, Change, differences, matches
@@ -21,39 +22,33 @@ from covey.storage import write_atomically, writing
 
 if TYPE_CHECKING:
     from covey.models.loading import ModelSource
-    from covey.protocols import Learner
+    from covey.protocols import Algorithm, Learner
     from covey.telemetry import RunInfo
     from covey.training.checkpoint import Checkpoint, CheckpointStore
     from covey.training.folder import RunFolder
 
 
-class PreparedRun(BuildSpec, Protocol):
-    """A prepared run of covey train or covey sft."""
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun(ABC):
+    """A run of covey train or covey sft that is checked and can start. Nothing is loaded yet."""
 
-    @property
-    def tree(self) -> dict[str, Any]: ...
+    command: ClassVar[str]
 
-    @property
-    def overrides(self) -> tuple[str, ...]: ...
+    config: Config
+    tree: dict[str, Any]
+    overrides: tuple[str, ...]
+    fingerprint: str
+    contents: dict[str, str]  # hashes of what settings refer to by name: tasks, demonstrations, rewards, objects
+    algorithm: Algorithm
+    model: ModelSource | None  # None: validation without the model
+    total_steps: int
+    warnings: tuple[str, ...]
+    folder: Path | None = None  # where to write; None: output_dir/DATE/TIME
+    engine_reason: str = ""  # why rollout=auto chose its engine
+    absent: tuple[str, ...] = ()  # resources missing on this machine, tolerated by a check
+    rejected: int = 0  # warnings that would be errors in a run
 
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def contents(self) -> dict[str, str]: ...
-
-    @property
-    def warnings(self) -> tuple[str, ...]: ...
-
-    @property
-    def folder(self) -> Path | None: ...
-
-    @property
-    def engine_reason(self) -> str: ...
-
-    @property
-    def command(self) -> str: ...
-
+    @abstractmethod
     def info(self, path: Path, first_step: int) -> RunInfo: ...
 
 

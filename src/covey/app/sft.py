@@ -16,11 +16,11 @@ from covey.app.models import PLANNING, LongestRow, make_learner, plan_memory
 from covey.app.parts import RUNS_CODE, lazy_sandbox
 from covey.app.prepare import MissingResources, open_model, total_steps
 from covey.app.resume import open_run, with_model_folder
-from covey.app.run_files import at_original_revision, store, threads_for, write_run_files
+from covey.app.run_files import PreparedRun, at_original_revision, store, threads_for, write_run_files
 from covey.config import Composed, fingerprint
 from covey.config.schema import Config
 from covey.config.validate import UNUSED_BY_SFT, matches
-from covey.errors import InputError, unknown
+from covey.errors import Absent, InputError, unknown
 from covey.redact import hide_settings
 from covey.rollout.templates import use_template
 from covey.tasks.demonstrations import DemonstrationSet, load_demonstrations
@@ -38,27 +38,16 @@ Schemas = Sequence[Mapping[str, Any]]
 Write = Callable[[Messages, Schemas], tuple[Messages, Schemas | None]]  # → arguments of the chat template
 
 
-@dataclass(frozen=True)
-class PreparedSft:
-    """A run of covey sft that is checked and can start. Nothing is loaded yet."""
+@dataclass(frozen=True, kw_only=True)
+class PreparedSft(PreparedRun):
+    """A run of covey sft."""
 
-    config: Config
-    tree: dict[str, Any]
-    overrides: tuple[str, ...]
-    fingerprint: str
-    contents: dict[str, str]  # hashes of the demonstrations
+    command = "sft"
+
     description: str
     train: tuple[Episode, ...]
     validation: tuple[Episode, ...]
     algorithm: Likelihood
-    model: ModelSource | None  # None: validation without the model
-    total_steps: int
-    warnings: tuple[str, ...]
-    folder: Path | None = None
-    engine_reason: str = ""
-    command: str = "sft"
-    absent: tuple[str, ...] = ()  # resources missing on this machine, tolerated by a check
-    rejected: int = 0  # warnings that would be errors in a run
     steps_known: bool = True  # False: epochs of demonstrations that are not on this machine
 
     @property
@@ -110,8 +99,8 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
     if source is not None:
         use_template(source.tokenizer, config.agent.template)
         renderer = DemonstrationRenderer(config, source, found)
-        train = renderer.render_all("training", found.train)
-        validation = renderer.render_all("validation", found.validation)
+        train = missing.collect(lambda: renderer.render_all("training", found.train)) or ()
+        validation = missing.collect(lambda: renderer.render_all("validation", found.validation)) or ()
         warnings += renderer.warnings
     contents = {"training tasks": _digest(train), "validation tasks": _digest(validation)}
     warnings += missing.warnings(tolerate=tolerate_absent)
@@ -126,7 +115,7 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
         validation=validation,
         algorithm=Likelihood(),
         model=source,
-        total_steps=total_steps(config, len(train if source is not None else found.train)),
+        total_steps=total_steps(config, len(train or found.train)),
         warnings=tuple(warnings),
         folder=folder,
         absent=tuple(missing.messages),
@@ -228,6 +217,8 @@ class DemonstrationRenderer:
             _check_calls(demonstration, schemas)
             messages, tools = self.write(demonstration.messages, schemas)
             turns = render_demonstration(self.renderer, messages, tools, self.eos_ids)
+        except Absent:
+            raise
         except InputError as error:
             raise InputError(f"{demonstration.place}: {error}") from error
         first = next(at for at, message in enumerate(messages) if message["role"] == "assistant")

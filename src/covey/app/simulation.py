@@ -186,7 +186,9 @@ def _episodes(config: Config, args: CommandLine, run: Path | None) -> tuple[Epis
     else:
         for flag in ("--turns", "--answer-tokens", "--prompt-tokens"):
             if args.value(flag):
-                raise InputError(f"{flag}: {run} says how long its answers are\n  leave it out, or name a recipe")
+                raise InputError(
+                    f"{flag}: the run's recorded answer lengths are used ({run})\n  leave it out, or name a recipe"
+                )
         found, waits = run_episodes(run, run_steps(run)), True
         if args.value("--tool-seconds"):
             draw = random.Random("waits")

@@ -15,8 +15,8 @@ from typing import Any
 
 from covey.app.compose import CommandLine, compose_command
 from covey.config import Composed, WrongValues
-from covey.errors import Absent, InputError, RunFailed, unknown
-from covey.imports import install_extra
+from covey.errors import InputError, RunFailed, unknown
+from covey.imports import require
 from covey.redact import hide_words
 
 LAUNCHERS = ("submitit",)
@@ -77,10 +77,7 @@ def submit(
     --config-name. Waits for jobs on this machine, not for queued ones."""
     if launcher not in LAUNCHERS:
         raise unknown("launcher", launcher, LAUNCHERS)
-    try:
-        import submitit
-    except ImportError as error:
-        raise Absent(f"--launcher submitit needs the package submitit\n  fix: {install_extra('slurm')}") from error
+    submitit = require("submitit", "slurm", "--launcher submitit needs the package submitit")
     for settings in jobs:
         refuse_secrets(settings, "the files of its jobs")
     folder = folder.absolute()

@@ -57,7 +57,8 @@ def check_teacher(config: Config, policy: ModelSource | None, tasks: Sequence[Ta
     if teacher.name in SELF:
         if teacher.prompt_template is None:
             raise InputError(
-                f"teacher={teacher.name} is the policy itself, and it has nothing to teach without more to read\n"
+                f"teacher={teacher.name} is the policy itself: it gives no signal unless its prompt contains more than "
+                "the policy's\n"
                 "  show it more: 'teacher.prompt_template=\"{question} ... {answer}\"'\n"
                 "  or for a KL to the start model: algorithm.kl_coef"
             )
@@ -97,7 +98,7 @@ def _check_model(config: Config, policy: ModelSource) -> None:
     name = config.teacher.name
     try:
         teacher = open_source(_model_config(config))
-    except InputError as error:  # it speaks of a model, and the run has two
+    except InputError as error:  # its message does not say which of the two models
         raise type(error)(f"teacher={name}: {str(error).replace('model=/path', 'teacher=/path')}") from error
     check_layers(teacher.config)
     check_same_tokenizer(str(name), teacher.tokenizer, policy.tokenizer)

@@ -34,7 +34,7 @@ CLIP = 1200  # characters of a message that are shown
 
 
 def main(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help") or "--help" in argv or "-h" in argv:
+    if not argv:
         print(USAGE)
         return 0
     if argv[0] not in COMMANDS:

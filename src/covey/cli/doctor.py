@@ -36,10 +36,7 @@ OPTIONAL = {  # package: (purpose, extra)
 def main(argv: list[str]) -> int:
     from covey.cli.parse import parse
 
-    args = parse(argv)
-    if args.help:
-        print(__doc__)
-        return 0
+    parse(argv)
     findings = list(examine())
     for finding in findings:
         print(f"{finding.mark:3} {finding.what:22} {finding.detail}")

@@ -39,9 +39,6 @@ WIDE = 160  # columns, if the output is not a terminal
 
 def main(argv: list[str]) -> int:
     args = parse(argv, values=FLAGS)
-    if args.help:
-        print(USAGE)
-        return 0
     if not args.positional:
         raise InputError(f"name a model or a run\n\n{USAGE.rstrip()}")
     options = EvalOptions.read(args)

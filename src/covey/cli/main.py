@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -31,16 +31,17 @@ covey — reinforcement learning of language models on groups of sampled answers
   covey dash    [RUNS...]                                                 a page over runs, live, on this machine
   covey report  RUN... [--markdown]                                       that page as one file, or Markdown
   covey runs    [FOLDER...] | tag RUN TAG...                              runs: status, best score, tags; label a run
-  covey watch   RUN                                                       attach to a run that is going
+  covey watch   RUN                                                       follow a run in progress
   covey doctor                                                            what this machine can do, and the fixes
 
 Start with:  covey train --config-name demo        More:  covey COMMAND --help
 """
+HELP = ("--help", "-h")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not words or words[0] in (*HELP, "help"):
         print(USAGE)
         return 0
     if words[0] == "--version":
@@ -71,7 +72,7 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 def _run(words: list[str]) -> int:
     try:
         _read_env_file()
-        return _command(words[0])(words[1:])
+        return _command(words[0], words[1:])
     except InputError as error:
         print(hide(f"{error}\nnothing was started"), file=sys.stderr)
         return 2
@@ -126,34 +127,38 @@ def _read_env_file() -> None:
     export(read_env_file(Path(".env")))
 
 
-# Command → function, imported when the command runs: together they import all of Covey.
+# Command → module, function and usage. The module is imported when the command runs: together they import all of Covey.
 COMMANDS = {
-    "train": "covey.cli.train:main",
-    "sft": "covey.cli.train:main_sft",
-    "eval": "covey.cli.evaluate:main",
-    "sample": "covey.cli.sample:main",
-    "serve": "covey.cli.serve:main",
-    "export": "covey.cli.runs:main",
-    "push": "covey.cli.push:main",
-    "data": "covey.cli.data:main",
-    "config": "covey.cli.settings:main_config",
-    "simulate": "covey.cli.simulate:main",
-    "slurm": "covey.cli.slurm:main",
-    "algorithms": "covey.cli.settings:main_algorithms",
-    "dash": "covey.cli.runs:main_dash",
-    "report": "covey.cli.runs:main_report",
-    "runs": "covey.cli.runs:main_runs",
-    "watch": "covey.cli.runs:main_watch",
-    "doctor": "covey.cli.doctor:main",
+    "train": "covey.cli.train:main:USAGE",
+    "sft": "covey.cli.train:main_sft:SFT_USAGE",
+    "eval": "covey.cli.evaluate:main:USAGE",
+    "sample": "covey.cli.sample:main:USAGE",
+    "serve": "covey.cli.serve:main:USAGE",
+    "export": "covey.cli.runs:main:USAGE",
+    "push": "covey.cli.push:main:USAGE",
+    "data": "covey.cli.data:main:USAGE",
+    "config": "covey.cli.settings:main_config:CONFIG_USAGE",
+    "simulate": "covey.cli.simulate:main:USAGE",
+    "slurm": "covey.cli.slurm:main:USAGE",
+    "algorithms": "covey.cli.settings:main_algorithms:ALGORITHMS_USAGE",
+    "dash": "covey.cli.runs:main_dash:DASH",
+    "report": "covey.cli.runs:main_report:REPORT",
+    "runs": "covey.cli.runs:main_runs:RUNS",
+    "watch": "covey.cli.runs:main_watch:WATCH",
+    "doctor": "covey.cli.doctor:main:__doc__",
 }
 
 
-def _command(name: str) -> Callable[[list[str]], int]:
+def _command(name: str, argv: list[str]) -> int:
     if name not in COMMANDS:
         raise unknown("command", name, COMMANDS, prefix="covey ")
-    module, _, function = COMMANDS[name].partition(":")
-    found: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
-    return found
+    module, function, usage = COMMANDS[name].split(":")
+    found = importlib.import_module(module)
+    if any(word in HELP for word in argv):
+        print(getattr(found, usage))
+        return 0
+    code: int = getattr(found, function)(argv)
+    return code
 
 
 if __name__ == "__main__":

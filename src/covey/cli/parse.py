@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from covey.app.compose import CommandLine
+from covey.cli.main import HELP
 from covey.errors import InputError, nearest
-
-HELP = ("--help", "-h")
 
 
 def parse(argv: Sequence[str], *, switches: Sequence[str] = (), values: Sequence[str] = ()) -> CommandLine:
-    """`switches` stand alone, `values` take the next word (or --flag=word). Every command has --help."""
+    """`switches` stand alone, `values` take the next word (or --flag=word). `main` answers --help."""
     args = CommandLine()
-    switches = (*switches, *HELP)
     rest = list(argv)
     while rest:
         word = rest.pop(0)
@@ -28,7 +26,8 @@ def parse(argv: Sequence[str], *, switches: Sequence[str] = (), values: Sequence
                 raise InputError(f"{name} wants a value after it")
             args.flags[name] = value if has_value else rest.pop(0)
         else:
-            guess = nearest(name, [*switches, *values])
+            flags = [*switches, *HELP, *values]
+            guess = nearest(name, flags)
             hint = f"\n  did you mean   {guess}?" if guess else ""
-            raise InputError(f"unknown flag  {name}{hint}\n  flags: {' '.join([*switches, *values])}")
+            raise InputError(f"unknown flag  {name}{hint}\n  flags: {' '.join(flags)}")
     return args

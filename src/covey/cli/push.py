@@ -29,9 +29,6 @@ covey push CHECKPOINT_OR_RUN ORG/NAME [--adapter] [--dtype bfloat16] [--private]
 def main(argv: list[str]) -> int:
     values = ("--dtype", "--eval", "--message", "--dry-run")
     args = parse(argv, switches=("--adapter", "--private"), values=values)
-    if args.help:
-        print(USAGE)
-        return 0
     if len(args.positional) != 2 or args.settings:
         raise InputError(f"name a run or a checkpoint, and a repository\n\n{USAGE.rstrip()}")
     name, repo = args.positional

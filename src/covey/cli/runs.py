@@ -44,9 +44,6 @@ covey report RUN... [--out FILE] [--episodes 200] [--markdown]
 
 def main_dash(argv: list[str]) -> int:
     args = parse(argv, switches=("--open",), values=("--port",))
-    if args.help:
-        print(DASH)
-        return 0
     from covey.dashboard.runs import Library
     from covey.dashboard.server import Dash
 
@@ -71,9 +68,6 @@ def main_dash(argv: list[str]) -> int:
 
 def main_report(argv: list[str]) -> int:
     args = parse(argv, switches=("--markdown",), values=("--out", "--episodes"))
-    if args.help:
-        print(REPORT)
-        return 0
     if not args.positional:
         raise InputError(f"name a run\n\n{REPORT.rstrip()}")
     from covey.dashboard.static_page import EPISODES, html_report, markdown_report
@@ -106,7 +100,8 @@ covey runs tag RUN [TAG...] [--remove TAG,TAG] [--notes TEXT]
 WATCH = """\
 covey watch RUN
 
-  Attach to a run: its console, with every step and evaluation, and diagnostics. Ctrl-C detaches; the run continues.
+  Follow a run in progress: its console, with every step and evaluation, and diagnostics. Ctrl-C detaches; the run
+  continues.
 """
 WIDE = 160  # columns, if the output is not a terminal
 POLL = 1.0  # seconds
@@ -116,9 +111,6 @@ def main_runs(argv: list[str]) -> int:
     if argv[:1] == ["tag"]:
         return main_tag(argv[1:])
     args = parse(argv)
-    if args.help:
-        print(RUNS)
-        return 0
     from covey.dashboard.runs import Library
 
     library = Library([Path(place) for place in args.positional] or [Path("outputs")])
@@ -133,9 +125,6 @@ def main_runs(argv: list[str]) -> int:
 
 def main_tag(argv: list[str]) -> int:
     args = parse(argv, values=("--remove", "--notes"))
-    if args.help:
-        print(RUNS)
-        return 0
     if not args.positional:
         raise InputError(f"name a run\n\n{RUNS.rstrip()}")
     from covey.telemetry.history import write_labels
@@ -176,13 +165,7 @@ def runs_table(states: list[dict[str, Any]]) -> Table:
 
 
 def main_watch(argv: list[str]) -> int:
-    args = parse(argv)
-    if args.help:
-        print(WATCH)
-        return 0
-    if len(args.positional) != 1:
-        raise InputError(f"name one run\n\n{WATCH.rstrip()}")
-    watch(Path(args.positional[0]), lambda: time.sleep(POLL))
+    watch(Path(parse(argv).one("run", WATCH)), lambda: time.sleep(POLL))
     return 0
 
 
@@ -270,9 +253,6 @@ covey export CHECKPOINT_OR_RUN OUT [--dtype bfloat16] [--adapter]
 
 def main(argv: list[str]) -> int:
     args = parse(argv, switches=("--adapter",), values=("--dtype",))
-    if args.help:
-        print(USAGE)
-        return 0
     if len(args.positional) != 2 or args.settings:
         raise InputError(f"name a checkpoint or a run, and the folder to write\n\n{USAGE.rstrip()}")
     out = Path(args.positional[1]).expanduser()

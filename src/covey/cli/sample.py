@@ -76,9 +76,6 @@ covey sample MODEL_OR_RUN [--question TEXT] [--plain] [-n 4] [--tasks 2] [key=va
 def main(argv: list[str]) -> int:
     values = ("--question", "-n", "--tasks", "--config-name", "--config")
     args = parse(argv, switches=("--plain",), values=values)
-    if args.help:
-        print(USAGE)
-        return 0
     count, task_count = _count(args, "-n", 4), _count(args, "--tasks", 2)
     question = args.value("--question")
     prepared = prepare_model(_with_own_files(args), USAGE, needs_tasks=question is None)

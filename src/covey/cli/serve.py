@@ -25,9 +25,6 @@ covey serve MODEL_OR_RUN [--folder DIR] [key=value ...]
 
 def main(argv: list[str]) -> int:
     args = parse(argv, values=("--folder", "--config-name", "--config"))
-    if args.help:
-        print(USAGE)
-        return 0
     require_packages()
     model = load_model(prepare_model(args, USAGE, needs_tasks=False))
     config = model.prepared.config

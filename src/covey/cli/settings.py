@@ -27,9 +27,6 @@ def main_config(argv: list[str]) -> int:
     import yaml
 
     args = parse(argv, switches=("--markdown",), values=("--config-name", "--config"))
-    if args.help:
-        print(CONFIG_USAGE)
-        return 0
     if args.positional == ["explain"] and args.has("--markdown"):
         print(settings_page(algorithm_schemas()))
         return 0
@@ -62,9 +59,6 @@ covey algorithms NAME ...   one of them: its equation, its settings with default
 
 def main_algorithms(argv: list[str]) -> int:
     args = parse(argv)
-    if args.help:
-        print(ALGORITHMS_USAGE)
-        return 0
     if args.positional:
         print("\n\n".join(map(_one_algorithm, args.positional)))
         return 0

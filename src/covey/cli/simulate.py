@@ -37,11 +37,7 @@ VALUES = (
 
 def main(argv: list[str]) -> int:
     args = parse(argv, values=VALUES)
-    if args.help:
-        print(USAGE)
-        return 0
-    if len(args.positional) != 1:
-        raise InputError(f"name one recipe or run\n\n{USAGE.rstrip()}")
+    args.one("recipe or run", USAGE)
     if args.value("--gpus") is None:
         raise InputError(f"--gpus is missing: the number of devices\n\n{USAGE.rstrip()}")
     found = simulate(args)

@@ -21,7 +21,7 @@ covey slurm RECIPE --nodes 2 --gpus-per-node 8 [flags] [key=value ...]
   RECIPE               a recipe, or a YAML file that all nodes can read
   --nodes 2            machines
   --gpus-per-node 8    0: train on CPUs
-  --mode async         sync | async; async: half of the GPUs learn (cluster.learner_devices=... says otherwise)
+  --mode async         sync | async; async: half of the GPUs learn, unless `cluster.learner_devices` is set
   --time 04:00:00      of the job, as Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS
   --margin 15          minutes before the end at which the run stops; default a tenth of the time, at least 5
   --partition P  --account A  --qos Q  --constraint C  --job-name NAME
@@ -39,9 +39,6 @@ VALUES = (
 
 def main(argv: list[str]) -> int:
     args = parse(argv, values=VALUES)
-    if args.help:
-        print(USAGE)
-        return 0
     job = parse_job(args, argv)
     job.check()
     refuse_secrets(job.settings, "the job script")
@@ -53,8 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse_job(args: CommandLine, argv: list[str]) -> Job:
-    if len(args.positional) != 1:
-        raise InputError(f"name one recipe\n\n{USAGE.rstrip()}")
+    recipe = args.one("recipe", USAGE)
     mode = args.value("--mode") or "sync"
     if mode not in ("sync", "async"):
         raise unknown("value of --mode", mode, ("sync", "async"))
@@ -62,7 +58,6 @@ def parse_job(args: CommandLine, argv: list[str]) -> Job:
     margin = 60 * args.integer("--margin", max(5, seconds // 600), least=0)
     if margin >= seconds:
         raise InputError(f"--margin {margin // 60}: the job has {seconds // 60} minutes in all\n  give it more --time")
-    recipe = args.positional[0]
     directives = ((flag, text) for flag in DIRECTIVES if (text := args.value(flag)) is not None)
     return Job(
         recipe=recipe,

@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from covey.algorithms import ALGORITHMS
 from covey.app.compose import CommandLine, compose_command
 from covey.app.train import exit_code, run_sft, run_to_end
 from covey.cli.parse import parse
@@ -16,11 +17,13 @@ from covey.redact import hide_settings
 
 if TYPE_CHECKING:  # not needed for --help
     from covey.app.prepare import Prepared
+    from covey.app.run_files import PreparedRun
     from covey.app.sft import PreparedSft
     from covey.config.schema import Config
     from covey.types import Episode
 
-USAGE = """\
+RECIPES = textwrap.fill("  ".join(recipe_names()), 118, initial_indent="  ", subsequent_indent="  ")
+USAGE = f"""\
 covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
 
   --config-name RECIPE   a ready run inside the package, below (what each is for: docs/recipes.md)
@@ -33,14 +36,14 @@ covey train [--config-name RECIPE | --config FILE] [flags] [key=value ...]
   --strict               with --validate-only: files and packages missing on this machine are errors, not warnings
   --unfinished CODE      exit code if loop.max_minutes (otherwise 0) or SIGTERM (143) ended the run
 
-Settings most people touch (all of them: covey config; one of them: covey config explain learner.lr)
+Common settings (all of them: covey config; one of them: covey config explain learner.lr)
 
   model=smollm2-135m           a folder, a Hugging Face id, the built-in model, or a run (its best checkpoint)
   data=sort                    a generated task (arithmetic, countdown, ...) or a prepared data set (gsm8k, ...)
   data.train_files=a.jsonl     or your own JSON / JSONL / Parquet / CSV with question and answer
   data.val_files=b.jsonl       data for evaluation
   reward=exact                 a reward by name, or yours: reward=my_rewards.py:score
-  algorithm=gvpo               one of {count}: covey algorithms lists them
+  algorithm=gvpo               one of {len(ALGORITHMS)}: covey algorithms lists them
   data.train_batch_size=8      tasks per step
   rollout.group_size=8         attempts per task
   rollout.max_tokens=256       longest answer in tokens
@@ -55,7 +58,7 @@ optimizer.lr, num_generations ...).
 SIGTERM ends a run after its step or evaluation, with a checkpoint; Ctrl-C stops it. The same command continues the run.
 
 Recipes
-{recipes}
+{RECIPES}
 
 Examples
   covey train --config-name demo
@@ -68,9 +71,6 @@ VALUES = ("--config-name", "--config", "--unfinished", "--launcher", "--launcher
 
 def main(argv: list[str]) -> int:
     args = parse(argv, switches=SWITCHES, values=VALUES)
-    if args.help:
-        print(usage())
-        return 0
     if args.positional:
         raise InputError(f"unexpected argument {args.positional[0]!r}: settings are key=value; see covey train --help")
     if args.has("--multirun") or args.has("-m"):
@@ -90,13 +90,6 @@ def main(argv: list[str]) -> int:
     return exit_code(run_to_end(prepare(composed)), None if text is None else int(text))
 
 
-def usage() -> str:
-    from covey.algorithms import ALGORITHMS
-
-    recipes = textwrap.fill("  ".join(recipe_names()), 118, initial_indent="  ", subsequent_indent="  ")
-    return USAGE.format(recipes=recipes, count=len(ALGORITHMS))
-
-
 def _validate(composed: Composed, *, strict: bool) -> int:
     from covey.app.prepare import prepare
     from covey.app.resume import check_resume
@@ -111,7 +104,7 @@ def _validate(composed: Composed, *, strict: bool) -> int:
     return 2 if prepared.rejected else 0
 
 
-def verdict(prepared: Prepared | PreparedSft) -> str:
+def verdict(prepared: PreparedRun) -> str:
     """`valid` only if the run would also start on this machine."""
     if prepared.rejected:
         return "not valid: a run would be refused, see above; nothing was started"
@@ -214,7 +207,7 @@ the middle of a write (130). After both, and after a kill, the same command cont
 A row of a file is a conversation in OpenAI's format, {"messages": [...], "tools": [...]}, with tool calls; or it has
 question (or prompt) and answer (or response, completion).
 
-Settings most people touch (all of them: covey config)
+Common settings (all of them: covey config)
 
   model=smollm2-135m             a folder, a Hugging Face id, the built-in model, or a run (its best checkpoint)
   data.train_files=demos.jsonl   JSON, JSONL, Parquet or CSV
@@ -238,9 +231,6 @@ def main_sft(argv: list[str]) -> int:
     from covey.app.sft import prepare_sft
 
     args = parse(argv, switches=("--validate-only", "--dry-run", "--strict"), values=("--config-name", "--config"))
-    if args.help:
-        print(SFT_USAGE)
-        return 0
     if args.positional:
         raise InputError(f"unexpected argument {args.positional[0]!r}: settings are key=value; see covey sft --help")
     composed = compose_command(args)

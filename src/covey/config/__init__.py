@@ -6,16 +6,5 @@ from covey.config.schema import Config
 from covey.config.settings import Setting, all_keys
 from covey.config.validate import WrongValues
 
-__all__ = [
-    "Composed",
-    "Config",
-    "Setting",
-    "WrongValues",
-    "all_keys",
-    "compose",
-    "expand_sweep",
-    "fingerprint",
-    "literal",
-    "read_yaml",
-    "recipe_names",
-]
+__all__ = ["Composed", "Config", "Setting", "WrongValues", "all_keys", "compose", "expand_sweep", "fingerprint"]
+__all__ += ["literal", "read_yaml", "recipe_names"]

@@ -381,25 +381,9 @@ NO_EFFECT_PREFIXES: Mapping[str, NoEffect] = {
 HARMLESS = tuple(
     f"algorithm.{name}"
     for name in (
-        "clip_low",
-        "clip_high",
-        "dual_clip",
-        "aggregation",
-        "norm_length",
-        "correction_cap",
-        "kl_in",
-        "kl_estimator",
-        "kl_target",
-        "kl_horizon",
-        "std_normalize",
-        "std_over",
-        "tau_pos",
-        "tau_neg",
-        "clip_cov_ratio",
-        "clip_cov_low",
-        "clip_cov_high",
-        "kl_cov_ratio",
-        "kl_cov_coef",
+        *("clip_low", "clip_high", "dual_clip", "aggregation", "norm_length", "correction_cap", "kl_in"),
+        *("kl_estimator", "kl_target", "kl_horizon", "std_normalize", "std_over", "tau_pos", "tau_neg"),
+        *("clip_cov_ratio", "clip_cov_low", "clip_cov_high", "kl_cov_ratio", "kl_cov_coef"),
     )
 )
 

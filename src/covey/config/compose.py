@@ -229,8 +229,8 @@ def _hydra(package: str, algorithms: Algorithms) -> Iterator[None]:
     GlobalHydra.instance().clear()
     try:
         store.store(name="schema", node=_typed(_Schema))
-        known_secrets = {**algorithms, **_named_in_recipes(package, _variants(algorithms))}
-        for group, choices in {"algorithm": known_secrets, **GROUPS}.items():
+        algorithm_choices = {**algorithms, **_named_in_recipes(package, _variants(algorithms))}
+        for group, choices in {"algorithm": algorithm_choices, **GROUPS}.items():
             for name, cls in choices.items():
                 node = _typed(cls)
                 if group in GROUPS:  # several choices may share a class

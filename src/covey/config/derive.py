@@ -39,10 +39,6 @@ def off(value: Any) -> bool:
         return value is None or str(value).strip().lower() in ("", "none", "null", "false", "no", "off")
 
 
-def false(value: Any) -> bool:
-    return value is not None and not true(value)
-
-
 def over(bound: float) -> Test:
     return lambda value: number(value) > bound
 

@@ -299,7 +299,7 @@ def run_folders(places: Iterable[Path]) -> list[Path]:
     """The run folders in `places` by start time, each once. Hidden folders are not searched."""
     started: dict[Path, str] = {}
     for place in places:
-        if not _is_folder(place):
+        if not os.path.isdir(place):  # False also for a name that is too long
             raise InputError(f"{str(place)[:200]!r}: no such folder")
         for root, folders, files in os.walk(place):
             folder = Path(root)
@@ -310,10 +310,3 @@ def run_folders(places: Iterable[Path]) -> list[Path]:
             # A run folder contains no runs, only many files.
             folders[:] = [] if "run.json" in files else [name for name in folders if not name.startswith(".")]
     return sorted(started, key=lambda folder: (started[folder], str(folder)))
-
-
-def _is_folder(place: Path) -> bool:
-    try:
-        return place.is_dir()
-    except OSError:  # the name is too long
-        return False

@@ -2,7 +2,7 @@
 
 Clients send the arguments of a tool call as a JSON string and add keys of their own to the replies that they send back;
 chat templates want the arguments as an object, and a tool-call format decides how calls and results are written.
-`ReplyMemory` recognises a reply that a client sends back, so that the conversation continues from its sampled tokens.
+`covey.tool_calls.ReplyMemory` recognises a reply that a client sends back.
 
 Unknown fields of a request are ignored. Known fields that cannot be followed are refused.
 """
@@ -14,11 +14,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from covey.errors import InputError
 from covey.images import data_url, has_images, image_of, is_image
 from covey.storage import TOO_DEEP, json_problem
+from covey.tool_calls import Parsed, ReplyMemory
 from covey.types import RewardTable, StopReason, Turn
 
 # -- Errors ------------------------------------------------------------------------------------------------------------
@@ -66,54 +67,6 @@ def read_body(raw: bytes | bytearray) -> dict[str, Any]:
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-class Call(Protocol):
-    """A tool call as the model wrote it. `problem` says why it could not be parsed."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def arguments(self) -> Mapping[str, Any]: ...
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def problem(self) -> str | None: ...
-
-
-class Parsed(Protocol):
-    @property
-    def message(self) -> Mapping[str, Any]: ...
-
-    @property
-    def calls(self) -> Sequence[Call]: ...
-
-
-class Format(Protocol):
-    """A tool-call format: one of `covey.agents.formats`."""
-
-    @property
-    def stop(self) -> Sequence[str]: ...
-
-    @property
-    def native_tools(self) -> bool: ...
-
-    def instructions(self, schemas: Any) -> str | None: ...
-
-    def parse(self, text: str) -> Parsed: ...
-
-    def observe(self, results: Any) -> Sequence[Mapping[str, Any]]: ...
-
-
-@dataclass(frozen=True)
-class ChatReply:
-    """A sampled reply: its message for the chat template, and its tool calls."""
-
-    message: Mapping[str, Any]
-    calls: Sequence[Call] = ()
 
 
 def read_messages(raw: Any) -> tuple[Message, ...]:
@@ -201,7 +154,7 @@ def _read_arguments(raw: Any) -> Any:
     return value if isinstance(value, dict) and json_problem(value) is None else raw  # a chat template will render it
 
 
-def to_openai(reply: ChatReply) -> Message:
+def to_openai(reply: Parsed) -> Message:
     """A reply as OpenAI's clients expect it."""
     content = str(reply.message.get("content") or "")
     calls = [call for call in reply.calls if call.problem is None]
@@ -218,59 +171,26 @@ def to_openai(reply: ChatReply) -> Message:
     return message
 
 
-class ReplyMemory:
-    """The replies of one episode, to recognise them when a client sends them back."""
-
-    def __init__(self, format: Format | None) -> None:
-        self.format = format
-        self._replies: dict[str, ChatReply] = {}
-
-    def add(self, reply: ChatReply) -> None:
-        self._replies[_fingerprint(read_message(to_openai(reply)))] = reply
-
-    def to_template(self, messages: Sequence[Message]) -> list[Mapping[str, Any]]:
-        """A client's messages for the chat template, with our own replies as they were sampled."""
-        shown: list[Mapping[str, Any]] = []
-        rest = list(messages)
-        while rest:
-            message = rest.pop(0)
-            reply = self._replies.get(_fingerprint(message)) if message["role"] == "assistant" else None
-            if reply is None:
-                self._check_foreign(message)
-                shown.append(message)
-                continue
-            shown.append(reply.message)
-            results = []
-            while reply.calls and rest and rest[0]["role"] == "tool":
-                results.append(rest.pop(0))
-            if results:
-                assert self.format is not None, "a reply has calls only if a format parsed them"
-                shown += self.format.observe(_match_results(reply.calls, results))
-        return shown
-
-    def _check_foreign(self, message: Message) -> None:
-        """A message that was not sampled here must be one that the chat template can show."""
-        if message.get("tool_calls") and (self.format is None or not self.format.native_tools):
-            raise RequestRefused(
-                400,
-                "messages: there are tool calls that this server did not make, and the model's chat template cannot "
-                "show them; echo replies as they were received",
-                param="messages",
-            )
+def as_sent_back(reply: Parsed) -> Message:
+    """A reply as it is read when the client sends it back."""
+    return read_message(to_openai(reply))
 
 
-def _fingerprint(message: Message) -> str:
-    """Equal for a reply and for its copy from a client."""
-    return json.dumps([message["content"], message.get("tool_calls") or []], sort_keys=True)
-
-
-def _match_results(calls: Sequence[Call], results: Sequence[Message]) -> list[tuple[Call, str]]:
-    """Each call of a reply with its result, in the order of the calls; malformed calls with their problem."""
-    texts = {message.get("tool_call_id"): message["content"] for message in results}
-    unknown = set(texts) - {call.id for call in calls}
-    if unknown:
-        raise invalid("messages", f"no tool call before it has the tool_call_id {unknown.pop()!r:.60}")
-    return [(call, call.problem or texts.get(call.id, "")) for call in calls if call.problem or call.id in texts]
+def to_template(memory: ReplyMemory, messages: Sequence[Message]) -> list[Mapping[str, Any]]:
+    """A client's messages for the chat template. Tool calls that were not sampled here must be such that the template
+    can show them."""
+    can_show_calls = memory.format is not None and memory.format.native_tools
+    if not can_show_calls and any(message.get("tool_calls") and memory.find(message) is None for message in messages):
+        raise RequestRefused(
+            400,
+            "messages: there are tool calls that this server did not make, and the model's chat template cannot "
+            "show them; echo replies as they were received",
+            param="messages",
+        )
+    try:
+        return memory.to_template(messages)
+    except InputError as error:
+        raise invalid("messages", str(error)) from error
 
 
 # -- Requests ----------------------------------------------------------------------------------------------------------

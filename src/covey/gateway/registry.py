@@ -27,21 +27,21 @@ from typing import Any
 
 from covey.errors import InputError
 from covey.gateway.openai_api import (
-    ChatReply,
     ChatRequest,
     Choice,
-    Format,
     Message,
-    ReplyMemory,
     RequestRefused,
+    as_sent_back,
     read_messages,
     to_openai,
     to_openai_content,
+    to_template,
 )
 from covey.images import has_images, is_image, load
 from covey.protocols import NoRoom, Policy
 from covey.replies import with_system
 from covey.storage import StorageFailed
+from covey.tool_calls import Format, Parsed, ReplyMemory
 from covey.types import Episode, Messages, RewardTable, Sampling, StopReason, Task
 
 # Columns that hold the solution in common data sets.
@@ -114,7 +114,7 @@ class OpenEpisode:
             )
 
     async def _answer(self, request: ChatRequest) -> list[Choice]:
-        messages: Messages = self._replies.to_template(request.messages)
+        messages: Messages = to_template(self._replies, request.messages)
         format = self.rules.format if request.tools else None
         native = format is not None and format.native_tools
         if format is not None and not native:
@@ -147,13 +147,12 @@ class OpenEpisode:
         )
         turn = reply.turn
         assert turn is not None
-        chat_reply = ChatReply({"role": "assistant", "content": reply.text})
+        parsed = Parsed({"role": "assistant", "content": reply.text})
         if format is not None and reply.stop is not StopReason.LENGTH:
             parsed = format.parse(reply.text)
-            chat_reply = ChatReply(parsed.message, parsed.calls)
             self.policy.remember(parsed.message)
-        self._replies.add(chat_reply)
-        return Choice(to_openai(chat_reply), turn, [self.policy.decode([token]) for token in turn.completion_ids])
+        self._replies.add(parsed, as_sent_back(parsed))
+        return Choice(to_openai(parsed), turn, [self.policy.decode([token]) for token in turn.completion_ids])
 
     def record_turn(self, reward: Any, state: Any) -> None:
         """Set the reward of the last reply, and the state in which it was requested."""
@@ -196,7 +195,7 @@ class OpenEpisode:
 
 
 def _episode_over() -> RequestRefused:
-    return RequestRefused(410, "this episode is over: nothing more can be asked in it", code="episode_over")
+    return RequestRefused(410, "this episode is over: it accepts no further requests", code="episode_over")
 
 
 def _instructions(format: Format, tools: Any) -> str | None:
@@ -348,7 +347,7 @@ class Registry:
         token, _, name = key.partition(":")
         if self.new_policy is not None and name and hmac.compare_digest(_digest(token), _digest(self.token)):
             return self.open_new(metadata={"name": name}, key=key)
-        raise RequestRefused(401, "this key opens nothing here: use the token that was printed, or an episode's key")
+        raise RequestRefused(401, "unknown key: use the token that was printed, or an episode's key")
 
     def episode_of(self, caller: Caller) -> OpenEpisode:
         """The episode in which a caller may chat."""
@@ -357,7 +356,7 @@ class Registry:
         if isinstance(caller, ClosedEpisode):
             raise _episode_over()
         if self.new_policy is None:
-            raise RequestRefused(403, "this is the admin's token: POST /episodes gives a key to play with")
+            raise RequestRefused(403, "this is the admin's token: POST /episodes returns the key of an episode")
         return self.episode_of(self.caller(f"{self.token}:default"))
 
     def find(self, caller: Caller, ident: str) -> OpenEpisode:

@@ -521,8 +521,8 @@ class Learner:
         }
 
     def restore(self, folder: Path, counters: dict[str, Any], *, moving: bool = False) -> None:
-        """Load everything but the weights: the model was loaded with them. `moving`: the reference moves, and goes on
-        where it was."""
+        """Load everything but the weights: the model was loaded with them. `moving`: the reference is updated during
+        training, and continues from its saved weights."""
         tensors = load_state(folder, self.optimizer.blocks())
         moved = {
             name.removeprefix(REFERENCE): tensors.pop(name) for name in list(tensors) if name.startswith(REFERENCE)

@@ -10,7 +10,7 @@ import torch
 
 from covey.config.schema import ModelConfig
 from covey.errors import InputError
-from covey.imports import install_extra
+from covey.imports import require
 from covey.models.builtin import BUILTIN
 from covey.models.families import auto_model, vision_family
 from covey.models.folder import AGAIN, built_empty, check_file, first_few, reason
@@ -20,11 +20,7 @@ CONFIG = "adapter_config.json"
 
 
 def require_peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise InputError(f"model.lora needs peft:  {install_extra('lora')}") from error
-    return peft
+    return require("peft", "lora", "model.lora needs peft")
 
 
 def adapter_base(folder: Path) -> str:

@@ -372,7 +372,7 @@ def explain_errors(name: str) -> Iterator[None]:
     except SafetensorError as error:
         raise InputError(f"the weights of {name} are damaged: {error}\n{AGAIN}") from error
     except ImportError as error:
-        raise InputError(f"{name} cannot be loaded without another package: {reason(error)}") from error
+        raise Absent(f"{name} cannot be loaded without another package: {reason(error)}") from error
     except OSError as error:
         if "use_safetensors" in str(error):
             raise InputError(f"{name} has its weights only as a pickle, which is not loaded\n{FIX}") from error

@@ -5,8 +5,7 @@ cache fails only after half a minute. Here the hub is probed first; if it does n
 its offline mode, in which it reads only its cache.
 
 Only safetensors and JSON files are read from a model's folder. Files that can run programs when they are read are
-refused:
-pickles (`pytorch_model.bin`, `*.pt`) always, the model's own Python code (`auto_map`) unless
+refused: pickles (`pytorch_model.bin`, `*.pt`) always, the model's own Python code (`auto_map`) unless
 `model.trust_remote_code=true`. Every library call that reads a model runs inside `no_pickles`, so that no file name in
 a configuration can get around this.
 """

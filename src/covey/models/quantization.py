@@ -12,16 +12,12 @@ from typing import Any
 import torch
 
 from covey.config.schema import Config, ModelConfig
-from covey.errors import Absent, InputError
-from covey.imports import install_extra
+from covey.errors import InputError
+from covey.imports import require
 
 
 def require_bitsandbytes(setting: str) -> Any:
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise Absent(f"{setting} needs bitsandbytes:  {install_extra('quantization')}") from error
-    return bitsandbytes
+    return require("bitsandbytes", "quantization", f"{setting} needs bitsandbytes")
 
 
 def load_options(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from covey.errors import Absent, InputError
-from covey.imports import install_extra
+from covey.errors import InputError
+from covey.imports import require
 from covey.rewards.answers import tagged
 from covey.rewards.function import inline, reward
 from covey.types import Task
@@ -112,12 +112,7 @@ def _check_reasoning_gym(task: Task) -> None:
         raise InputError(
             f"{task.where} is not a reasoning-gym task\n  fix: use the reward reasoning_gym with data=reasoning_gym"
         )
-    try:
-        import reasoning_gym  # noqa: F401
-    except ImportError as error:
-        raise Absent(
-            f"reward reasoning_gym needs the package reasoning-gym\n  fix: {install_extra('reasoning-gym')}"
-        ) from error
+    require("reasoning_gym", "reasoning-gym", "reward reasoning_gym needs the package reasoning-gym")
 
 
 @reward(check=_check_reasoning_gym)

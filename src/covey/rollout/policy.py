@@ -285,7 +285,7 @@ class EpisodePolicy:
         """Set the reward of the last turn and the state in which it was sampled, where they are not None."""
         check_turn_reward(reward)
         if not self._turns:
-            raise ValueError("there is no turn yet: ask the policy for a reply before paying for it")
+            raise ValueError("there is no turn yet: ask the policy for a reply before you give it a reward")
         number = max(self._turns)
         turn = self._turns[number]
         self._turns[number] = replace(

@@ -5,7 +5,7 @@ episode then counts once for each role that has trained turns: as an episode tha
 with the same role in the other attempts. Baselines, advantages and averages are so computed within a role, by every
 algorithm. What other roles wrote is context. A role that the reward does not name has the reward of the whole episode.
 
-    r_role = the named reward + what was paid for the turns of this role
+    r_role = the named reward + the rewards that the turns of this role received
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def role_view(episode: Episode, role: str, weights: Collection[str]) -> Episode:
     view = replace(episode, turns=turns, rewards=rewards)
     if "given" not in rewards or f"given/{role}" not in episode.rewards:
         return view
-    # The turns of a role are paid on top of its own outcome, unless a condition failed and it has nothing.
+    # A role receives its turns' rewards on top of its own outcome, unless a condition failed and it has nothing.
     view = replace(view, given={"reward": rewards["given"]})
     if episode.rewards["given"] != episode.reported:
         return view

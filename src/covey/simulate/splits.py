@@ -317,17 +317,8 @@ CAVEAT = (
     "no accuracy is claimed beyond that scale. Comparisons between splits are more reliable than absolute times."
 )
 HEADER = (
-    "",
-    "learner + rollout",
-    "mode",
-    "s/step",
-    "tokens/s",
-    "learner busy",
-    "engines busy",
-    "age mean",
-    "age max",
-    "learner GiB",
-    "engine GiB",
+    *("", "learner + rollout", "mode", "s/step", "tokens/s", "learner busy", "engines busy"),
+    *("age mean", "age max", "learner GiB", "engine GiB"),
 )
 
 

@@ -17,24 +17,7 @@ from covey.tasks.load import (
 )
 from covey.types import TaskSet
 
-__all__ = [
-    "DATASETS",
-    "GENERATED",
-    "Dataset",
-    "GeneratedTask",
-    "TaskSet",
-    "ask_like_tasks",
-    "batch_for_step",
-    "data_folder",
-    "default_reward",
-    "fresh_tasks",
-    "list_rows",
-    "load_tasks",
-    "nothing_to_train_on",
-    "plain_question",
-    "read_tasks",
-    "reward_by_answers",
-    "steps_per_epoch",
-    "tasks_of_rows",
-    "with_system_prompt",
-]
+__all__ = ["DATASETS", "GENERATED", "Dataset", "GeneratedTask", "TaskSet", "ask_like_tasks", "batch_for_step"]
+__all__ += ["data_folder", "default_reward", "fresh_tasks", "list_rows", "load_tasks", "nothing_to_train_on"]
+__all__ += ["plain_question", "read_tasks", "reward_by_answers", "steps_per_epoch", "tasks_of_rows"]
+__all__ += ["with_system_prompt"]

@@ -17,8 +17,8 @@ from random import Random
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from covey.config.schema import DataConfig
-from covey.errors import Absent, InputError, unknown
-from covey.imports import install_extra
+from covey.errors import InputError, unknown
+from covey.imports import require
 from covey.streams import stream
 from covey.tasks.datasets.dataset import normalize_question
 from covey.tasks.gui_pages import GuiPages
@@ -203,16 +203,12 @@ def load_reasoning_gym(data: DataConfig, seed: int) -> TaskSet:
 
 
 def _check_reasoning_gym(name: Any, options: Mapping[str, Any]) -> None:
-    try:
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise Absent(
-            f"data=reasoning_gym needs the package reasoning-gym\n  fix: {install_extra('reasoning-gym')}"
-        ) from error
+    need = "data=reasoning_gym needs the package reasoning-gym"
+    known = require("reasoning_gym.factory", "reasoning-gym", need).DATASETS
     if name is None:
         raise InputError("data=reasoning_gym: which of its data sets?\n  fix: data.options.dataset=leg_counting")
-    if name not in DATASETS:
-        raise unknown("data set of reasoning_gym", str(name), DATASETS)
+    if name not in known:
+        raise unknown("data set of reasoning_gym", str(name), known)
     for option, instead in (("size", "data.train_size and data.val_size"), ("seed", "seed")):
         if option in options:
             raise InputError(f"data.options.{option} cannot be set for reasoning_gym\n  fix: use {instead}")

@@ -34,18 +34,8 @@ THINGS = (
 CITIES = ("Accra", "Bergen", "Cusco", "Dakar", "Essen", "Fukuoka", "Ghent", "Hanoi", "Izmir", "Jaipur")
 COLOURS = {"red": "#d22", "green": "#2a2", "blue": "#22d", "yellow": "#ed2", "purple": "#92b", "orange": "#f80"}
 MONTHS = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
+    *("January", "February", "March", "April", "May", "June"),
+    *("July", "August", "September", "October", "November", "December"),
 ]
 
 PLAIN = "body { font: 16px sans-serif; margin: 16px }"

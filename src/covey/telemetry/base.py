@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from covey.errors import Absent
-from covey.imports import install_extra
 from covey.storage import write_atomically
 
 Metrics = Mapping[str, float]
@@ -88,14 +85,3 @@ def persistent_id(path: Path) -> str:
     if not path.exists():
         write_atomically(path, uuid.uuid4().hex[:8] + "\n")
     return path.read_text(encoding="ascii").strip()
-
-
-def require(module: str, extra: str) -> Any:
-    """Import a module of an extra, or raise an error that says how to install it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise Absent(
-            f"logging.to={extra} needs the package {extra}, which is not installed ({error})\n"
-            f"  install it:  {install_extra(extra)}"
-        ) from error

@@ -31,16 +31,8 @@ from covey.telemetry.key_metrics import (
     is_stage,
 )
 
-__all__ = [
-    "Change",
-    "Summary",
-    "compare_curves",
-    "curve_figure",
-    "html_summary",
-    "print_summary",
-    "summarise",
-    "write_report",
-]
+__all__ = ["Change", "Summary", "compare_curves", "curve_figure", "html_summary", "print_summary", "summarise"]
+__all__ += ["write_report"]
 
 ENDS = 5  # steps that the first and the last reward are averaged over
 

@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from covey.config.schema import LoggingConfig
 from covey.memory import memory_metrics
 from covey.redact import hide
-from covey.telemetry.base import EpisodeRecords, EpisodeView, Metrics, RunInfo, Sink, require
+from covey.telemetry.base import EpisodeRecords, EpisodeView, Metrics, RunInfo, Sink
 from covey.telemetry.console import open_console
 from covey.telemetry.history import History, read_history
 from covey.telemetry.jsonl import JsonlFiles
+from covey.telemetry.trackers import TRACKERS, import_tracker, open_trackers
 
 STATUSES = ("finished", "interrupted", "failed", "restarting")
-TRACKER_MODULES = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
 
 
 class StageClock:
@@ -89,11 +89,7 @@ class Telemetry:
         check_logging(logging)
         files = JsonlFiles(info.folder, metrics_offset, episodes_offset)
         history = read_history(info.folder) if metrics_offset else History()
-        sinks: list[Sink] = []
-        if set(logging.to) - {"console"}:
-            from covey.telemetry.trackers import open_trackers
-
-            sinks += open_trackers(info, logging, history)
+        sinks: list[Sink] = [*open_trackers(info, logging, history)]
         if "console" in logging.to:  # last, so that start-up output of the trackers stays above the live view
             sinks.append(open_console(info, logging.verbosity, history))
         asynchronous = info.config.get("mode", {}).get("name") == "async"
@@ -182,6 +178,6 @@ class Telemetry:
 
 def check_logging(logging: LoggingConfig) -> None:
     """Raise an error if the package of a tracker is missing."""
-    for extra, module in TRACKER_MODULES.items():
-        if extra in logging.to:
-            require(module, extra)
+    for name in TRACKERS:
+        if name in logging.to:
+            import_tracker(name)

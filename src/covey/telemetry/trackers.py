@@ -8,13 +8,20 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from covey.config.schema import LoggingConfig
+from covey.imports import require
 from covey.redact import hide_words
-from covey.telemetry.base import EpisodeRecords, EpisodeView, Metrics, RunInfo, Sink, flatten, persistent_id, require
+from covey.telemetry.base import EpisodeRecords, EpisodeView, Metrics, RunInfo, Sink, flatten, persistent_id
 from covey.telemetry.history import History
 
+TRACKERS = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
 WANDB_ID_FILE, MLFLOW_ID_FILE, TRACKIO_ID_FILE = "wandb_run_id", "mlflow_run_id", "trackio_run_id"
+
+
+def import_tracker(name: str) -> Any:
+    return require(TRACKERS[name], name, f"logging.to={name} needs the package {name}")
 
 
 class Tracker(Sink, ABC):
@@ -38,7 +45,7 @@ class WandbSink(Tracker):
     def __init__(self, info: RunInfo, logging: LoggingConfig) -> None:
         id_file = info.folder / WANDB_ID_FILE
         is_new = not id_file.exists()  # on resume, labels edited on the W&B page are kept
-        self._run = require("wandb", "wandb").init(
+        self._run = import_tracker("wandb").init(
             project=logging.project,
             name=logging.experiment,
             id=persistent_id(id_file),
@@ -67,7 +74,7 @@ class TensorboardSink(Tracker):
     def __init__(self, info: RunInfo, history: History) -> None:
         folder = info.folder / "tensorboard"
         resumed = folder.exists()
-        self._writer = require("torch.utils.tensorboard", "tensorboard").SummaryWriter(
+        self._writer = import_tracker("tensorboard").SummaryWriter(
             log_dir=str(folder), purge_step=info.first_step if resumed else None
         )
         # Purging also hides the evaluation at the checkpoint itself, so it is logged again.
@@ -96,7 +103,7 @@ class MlflowSink(Tracker):
     external = True
 
     def __init__(self, info: RunInfo, logging: LoggingConfig) -> None:
-        self._mlflow = require("mlflow", "mlflow")
+        self._mlflow = import_tracker("mlflow")
         self._client = self._mlflow.MlflowClient()
         path = info.folder / MLFLOW_ID_FILE
         if path.exists():  # a resumed run continues its page
@@ -140,7 +147,7 @@ class TrackioSink(Tracker):
     def __init__(self, info: RunInfo, logging: LoggingConfig) -> None:
         # Trackio identifies a run by its name alone; the id tells runs of one experiment apart.
         name = f"{logging.experiment}-{persistent_id(info.folder / TRACKIO_ID_FILE)}"
-        self._run = require("trackio", "trackio").init(
+        self._run = import_tracker("trackio").init(
             project=logging.project, name=name, resume="allow", config=info.config
         )
 

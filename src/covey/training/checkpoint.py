@@ -9,9 +9,8 @@
         manifest.json            sha256 of every file
 
 A checkpoint is written to a temporary folder, synced and renamed. Non-finite weights are refused (learner/saving.py). A
-damaged
-checkpoint is reported, renamed to damaged-step-000020, and the one before it is used; if all are damaged, the run is
-refused and nothing is changed. Nothing is ever unpickled.
+damaged checkpoint is reported, renamed to damaged-step-000020, and the one before it is used; if all are damaged, the
+run is refused and nothing is changed. Nothing is ever unpickled.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Drives a run from synchronous code, step by step.
 
 All coroutines of the run execute on one event loop in a separate thread. So it works in a notebook, which has its own
-running
-loop, and with `mode=async` episodes continue between two calls. The calling thread waits and runs callbacks, which may
-use the trainer themselves.
+running loop, and with `mode=async` episodes continue between two calls. The calling thread waits and runs callbacks,
+which may use the trainer themselves.
 
 Ctrl-C cancels the call, waits until the run has stopped, and raises KeyboardInterrupt. A second one raises at once; the
 next call then waits instead. `Run.step` continues after a cancelled call.

@@ -80,7 +80,7 @@ class TimeLimit:
         self._interruptions += 1
         if self._interruptions > 1:
             _exit_now()
-        _print_unbuffered("stopping; Ctrl-C again leaves at once")
+        _print_unbuffered("stopping; Ctrl-C again exits immediately")
         if self._writes:
             self._is_pending = True
         else:

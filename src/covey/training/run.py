@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Run:
     evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
     terminated: bool = False  # SIGTERM ended it before its last step
     restarts_left: int = 0  # restarts after the loss of a learner process
-    services: Sequence[AbstractAsyncContextManager[Any]] = ()  # running during the run, such as a server
+    service: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)  # open during the run: a server
     resources: ExitStack = field(default_factory=ExitStack)  # closed with the run: workers, reward models
     callbacks: Callbacks = field(default_factory=Callbacks)
     done: int = field(init=False)  # steps whose update is done
@@ -64,7 +64,7 @@ class Run:
     def __post_init__(self) -> None:
         self.done = self.first_step
         self.limit = TimeLimit(self.config.loop.max_minutes)
-        self._open_services = AsyncExitStack()
+        self._open_resources = AsyncExitStack()
         self._is_open = self._is_evaluated_before = self._is_concluded = self._is_closed = False
         self._stopping = False  # `stop` was called: the step in progress is the last
         self._updated: tuple[Step, StepResult] | None = None  # a step that is updated but not yet recorded
@@ -161,15 +161,14 @@ class Run:
         return step
 
     async def open(self) -> None:
-        """Start the services and publish the weights to the engine."""
+        """Start the service and publish the weights to the engine."""
         if not self._is_open:
             await run_to_end(self._open())
 
     async def _open(self) -> None:
-        for service in self.services:
-            await self._open_services.enter_async_context(service)
-        self._open_services.enter_context(handle_signals(self.limit))
-        self._open_services.enter_context(freeze_garbage())
+        await self._open_resources.enter_async_context(self.service)
+        self._open_resources.enter_context(handle_signals(self.limit))
+        self._open_resources.enter_context(freeze_garbage())
         self.nonfinite = NonFiniteUpdates(
             self.path,
             limit=self.config.learner.max_skipped,
@@ -261,7 +260,7 @@ class Run:
         self._is_closed = True
         status = "failed"
         try:
-            await self._open_services.aclose()
+            await self._open_resources.aclose()
             if error is not None:
                 status = self._status_after(error)
             elif not self._is_concluded:

@@ -92,7 +92,7 @@ def _turns(groups: Sequence[Group], rows: Sequence[Sample], weight: float) -> Tu
     for r, row in enumerate(rows):
         for number, start, end in row.turns:
             turn_RT[r, start:end] = first[row.episode] + number
-    rewards = [weight * paid for _, episode in numbered for paid in _paid(episode)]
+    rewards = [weight * reward for _, episode in numbered for reward in _turn_rewards(episode)]
     return Turns(
         episode_K=torch.tensor([at for at, _ in places]),
         number_K=torch.tensor([number for _, number in places]),
@@ -109,8 +109,8 @@ def _state(turn: Turn) -> str | tuple[tuple[int, ...], tuple[str, ...]]:
     return turn.prompt_ids, tuple(span.image.digest for span in turn.images)
 
 
-def _paid(episode: Episode) -> list[float]:
-    """What each turn was paid, NaN if nothing; 0 if the score `given` is not what was paid: a condition
+def _turn_rewards(episode: Episode) -> list[float]:
+    """The reward that each turn received, NaN if none; 0 if the score `given` is not what was received: a condition
     (`reward.only_if`) failed."""
     counts = episode.rewards.get("given") == episode.reported
     return [math.nan if turn.reward is None else turn.reward * counts for turn in episode.turns]

@@ -133,7 +133,7 @@ class StepWarnings:
                 self._warn_once(
                     f"tool {use.tool}",
                     f"tool {use.tool} raised in {raised} of {calls[use.tool]} calls, the first: {use.detail}\n"
-                    "  the model is shown the error and goes on",
+                    "  the model sees the error and continues",
                 )
 
     def _check_roles(self, episodes: Sequence[Episode]) -> None:

@@ -13,6 +13,25 @@ from typing import Any
 
 from covey.errors import InputError, nearest
 
+_ALL_STEPS = "every step is logged, in the run's folder and on the console"
+_EPISODES = "some episodes of every step are written to episodes.jsonl (covey dash shows them)"
+_BATCHING = "Covey's engine uses continuous batching"
+_ADAPTIVE = "it belongs to use_adaptive_entropy, which is not supported"
+_SIZES = "Covey packs rows by tokens, without padding"
+_KEEP_DEFAULT = "leave it at its default"
+_ONE_DEVICE = "several GPUs: covey train cluster=ray (docs/cluster.md)"
+_SERVER = "Covey starts vLLM itself: use_vllm=True"
+
+
+def no_effect(default: Any, reason: str) -> Any:
+    """An argument that is accepted, with a warning if it is set."""
+    return dataclasses.field(default=default, metadata={"no_effect": reason})
+
+
+def unsupported(default: Any, instead: str) -> Any:
+    """An argument that is an error if it is set; `instead` is the fix."""
+    return dataclasses.field(default=default, metadata={"unsupported": instead})
+
 
 @dataclass
 class GRPOConfig:
@@ -102,79 +121,91 @@ class GRPOConfig:
     project: str = "huggingface"
     resume_from_checkpoint: str | bool | None = None
 
-    # No effect: see NO_EFFECT
-    logging_steps: float = 10
-    logging_strategy: str = "steps"
-    logging_first_step: bool = False
-    log_level: str = "passive"
-    log_completions: bool = False
-    log_multimodal: bool = True
-    log_unique_prompts: bool = False
-    num_completions_to_print: int | None = None
-    per_device_eval_batch_size: int = 8
-    max_prompt_length: int | None = None
-    disable_dropout: bool = False
-    pad_to_multiple_of: int | str | None = "auto"
-    ds3_gather_for_generation: bool = True
-    cache_implementation: str | None = None
+    # No effect
+    logging_steps: float = no_effect(10, _ALL_STEPS)
+    logging_strategy: str = no_effect("steps", _ALL_STEPS)
+    logging_first_step: bool = no_effect(False, _ALL_STEPS)
+    log_level: str = no_effect("passive", _ALL_STEPS)
+    log_completions: bool = no_effect(False, _EPISODES)
+    log_multimodal: bool = no_effect(True, _EPISODES)
+    log_unique_prompts: bool = no_effect(False, _EPISODES)
+    num_completions_to_print: int | None = no_effect(None, _EPISODES)
+    per_device_eval_batch_size: int = no_effect(8, "all evaluation prompts are sampled together")
+    max_prompt_length: int | None = no_effect(
+        None, "prompts are never cut; one that is longer than the model's context stops the run"
+    )
+    disable_dropout: bool = no_effect(False, "Covey always trains without dropout")
+    pad_to_multiple_of: int | str | None = no_effect("auto", _SIZES)
+    ds3_gather_for_generation: bool = no_effect(True, "there is no DeepSpeed here")
+    cache_implementation: str | None = no_effect(None, _BATCHING)
     vllm_mode: str = "colocate"
-    vllm_model_impl: str = "vllm"
-    vllm_server_timeout: float = 240.0
-    use_transformers_continuous_batching: bool = False
-    transformers_continuous_batching_config: dict[str, Any] | None = None
-    use_transformers_paged: bool = False
-    use_liger_kernel: bool = False
-    use_liger_loss: bool = False
-    gradient_checkpointing_kwargs: dict[str, Any] | None = None
-    tf32: bool | None = None
-    torch_compile: bool = False
-    torch_empty_cache_steps: int | None = None
-    ddp_find_unused_parameters: bool | None = None
-    dataloader_num_workers: int = 0
-    dataloader_pin_memory: bool = True
-    dataloader_drop_last: bool = False
-    save_only_model: bool = False
-    do_train: bool = False
-    do_eval: bool = False
-    disable_tqdm: bool | None = None
-    vllm_group_port: int = 51216
-    entropy_coef_min: float = 0.0
-    entropy_coef_max: float = 1.0
-    entropy_coef_delta: float = 0.005
-    entropy_target: float = 0.2
+    vllm_model_impl: str = no_effect("vllm", "vLLM chooses it")
+    vllm_server_timeout: float = no_effect(240.0, "there is no vLLM server")
+    use_transformers_continuous_batching: bool = no_effect(False, _BATCHING)
+    transformers_continuous_batching_config: dict[str, Any] | None = no_effect(None, _BATCHING)
+    use_transformers_paged: bool = no_effect(False, _BATCHING)
+    use_liger_kernel: bool = no_effect(False, "Covey has kernels of its own")
+    use_liger_loss: bool = no_effect(False, "Covey computes log-probs in chunks")
+    gradient_checkpointing_kwargs: dict[str, Any] | None = no_effect(None, "checkpointing is never reentrant")
+    tf32: bool | None = no_effect(None, "the precision is model.dtype's")
+    torch_compile: bool = no_effect(False, "on a GPU the layers are compiled by default")
+    torch_empty_cache_steps: int | None = no_effect(None, "Covey manages its own memory")
+    ddp_find_unused_parameters: bool | None = no_effect(None, "there is one process")
+    dataloader_num_workers: int = no_effect(0, "the data is in memory")
+    dataloader_pin_memory: bool = no_effect(True, "the data is in memory")
+    dataloader_drop_last: bool = no_effect(False, "an incomplete last batch of an epoch is always dropped, as in TRL")
+    save_only_model: bool = no_effect(False, "checkpoints can always be resumed")
+    do_train: bool = no_effect(False, "call train()")
+    do_eval: bool = no_effect(False, "call evaluate(), or give eval_strategy")
+    disable_tqdm: bool | None = no_effect(None, "the console has a line per step")
+    vllm_group_port: int = no_effect(51216, "there is no vLLM server")
+    entropy_coef_min: float = no_effect(0.0, _ADAPTIVE)
+    entropy_coef_max: float = no_effect(1.0, _ADAPTIVE)
+    entropy_coef_delta: float = no_effect(0.005, _ADAPTIVE)
+    entropy_target: float = no_effect(0.2, _ADAPTIVE)
     vespo_k_pos: float = 2.0
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
-    label_names: list[str] | None = None
-    full_determinism: bool = False
+    label_names: list[str] | None = no_effect(None, "there are no labels")
+    full_determinism: bool = no_effect(
+        False, "on a CPU a run is always the same; on a GPU kernels may differ in the last bits"
+    )
 
-    # Not supported: see UNSUPPORTED
-    vllm_structured_outputs_regex: str | None = None
-    vllm_server_base_url: str | None = None
-    vllm_server_host: str | None = None
-    vllm_server_port: int = 8000
-    repetition_penalty: float = 1.0
-    chat_template_kwargs: dict[str, Any] | None = None
-    router_aux_loss_coef: float | None = None
-    cast_lm_head_to_fp32: bool = False
-    top_entropy_quantile: float = 1.0
-    use_adaptive_entropy: bool = False
-    off_policy_mask_threshold: float | None = None
-    max_tool_calling_iterations: int | None = None
-    log_completions_hub_repo: str | None = None
-    auto_find_batch_size: bool = False
-    load_best_model_at_end: bool = False
-    push_to_hub: bool = False
-    hub_model_id: str | None = None
-    data_seed: int | None = None
-    neftune_noise_alpha: float | None = None
-    label_smoothing_factor: float = 0.0
-    deepspeed: Any = None
-    fsdp: Any = None
-    fsdp_config: Any = None
-    accelerator_config: Any = None
-    parallelism_config: Any = None
+    # Not supported
+    vllm_structured_outputs_regex: str | None = unsupported(None, "check the form in a reward function")
+    vllm_server_base_url: str | None = unsupported(None, _SERVER)
+    vllm_server_host: str | None = unsupported(None, _SERVER)
+    vllm_server_port: int = unsupported(8000, _SERVER)
+    repetition_penalty: float = unsupported(1.0, "leave it at 1.0")
+    chat_template_kwargs: dict[str, Any] | None = unsupported(
+        None, "set processing_class.chat_template to a template that has them built in"
+    )
+    router_aux_loss_coef: float | None = unsupported(None, _KEEP_DEFAULT)
+    cast_lm_head_to_fp32: bool = unsupported(
+        False, "model_init_kwargs={'dtype': 'float32'} computes everything in float32"
+    )
+    top_entropy_quantile: float = unsupported(1.0, "leave it at 1.0")
+    use_adaptive_entropy: bool = unsupported(False, "entropy_coef alone gives a fixed bonus")
+    off_policy_mask_threshold: float | None = unsupported(
+        None, "vllm_importance_sampling_mode='sequence_mask' masks answers that are far off-policy"
+    )
+    max_tool_calling_iterations: int | None = unsupported(
+        None, "agents and tools: covey train agent=hf (docs/agents.md)"
+    )
+    log_completions_hub_repo: str | None = unsupported(None, _EPISODES)
+    auto_find_batch_size: bool = unsupported(False, "not needed: micro-batches are sized automatically")
+    load_best_model_at_end: bool = unsupported(False, "the best checkpoint is kept; export it: covey export RUN FOLDER")
+    push_to_hub: bool = unsupported(False, "trainer.save_model(FOLDER), then upload the folder")
+    hub_model_id: str | None = unsupported(None, "trainer.save_model(FOLDER), then upload the folder")
+    data_seed: int | None = unsupported(None, "seed is the seed of everything")
+    neftune_noise_alpha: float | None = unsupported(None, _KEEP_DEFAULT)
+    label_smoothing_factor: float = unsupported(0.0, _KEEP_DEFAULT)
+    deepspeed: Any = unsupported(None, _ONE_DEVICE)
+    fsdp: Any = unsupported(None, _ONE_DEVICE)
+    fsdp_config: Any = unsupported(None, _ONE_DEVICE)
+    accelerator_config: Any = unsupported(None, _ONE_DEVICE)
+    parallelism_config: Any = unsupported(None, _ONE_DEVICE)
 
     def __new__(cls, *args: Any, **arguments: Any) -> GRPOConfig:
         """Suggest a name for a misspelt argument, which Python's own message does not."""
@@ -260,78 +291,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optim": ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_8bit", "adamw_bnb_8bit"),
 }
 
-_ALL_STEPS = "every step is logged, in the run's folder and on the console"
-_EPISODES = "some episodes of every step are written to episodes.jsonl (covey dash shows them)"
-_BATCHING = "Covey's engine uses continuous batching"
-_ADAPTIVE = "it belongs to use_adaptive_entropy, which is not supported"
-_SIZES = "Covey packs rows by tokens, without padding"
-NO_EFFECT: dict[str, str] = {
-    "logging_steps": _ALL_STEPS,
-    "logging_strategy": _ALL_STEPS,
-    "logging_first_step": _ALL_STEPS,
-    "log_level": _ALL_STEPS,
-    "log_completions": _EPISODES,
-    "log_multimodal": _EPISODES,
-    "log_unique_prompts": _EPISODES,
-    "num_completions_to_print": _EPISODES,
-    "per_device_eval_batch_size": "all evaluation prompts are sampled together",
-    "max_prompt_length": "prompts are never cut; one that is longer than the model's context stops the run",
-    "disable_dropout": "Covey always trains without dropout",
-    "pad_to_multiple_of": _SIZES,
-    "ds3_gather_for_generation": "there is no DeepSpeed here",
-    "cache_implementation": _BATCHING,
-    "vllm_model_impl": "vLLM chooses it",
-    "vllm_server_timeout": "there is no vLLM server",
-    "use_transformers_continuous_batching": _BATCHING,
-    "transformers_continuous_batching_config": _BATCHING,
-    "use_transformers_paged": _BATCHING,
-    "use_liger_kernel": "Covey has kernels of its own",
-    "use_liger_loss": "Covey computes log-probs in chunks",
-    "gradient_checkpointing_kwargs": "checkpointing is never reentrant",
-    "tf32": "the precision is model.dtype's",
-    "torch_compile": "on a GPU the layers are compiled by default",
-    "torch_empty_cache_steps": "Covey manages its own memory",
-    "ddp_find_unused_parameters": "there is one process",
-    "dataloader_num_workers": "the data is in memory",
-    "dataloader_pin_memory": "the data is in memory",
-    "dataloader_drop_last": "an incomplete last batch of an epoch is always dropped, as in TRL",
-    "save_only_model": "checkpoints can always be resumed",
-    "do_train": "call train()",
-    "do_eval": "call evaluate(), or give eval_strategy",
-    "disable_tqdm": "the console has a line per step",
-    "vllm_group_port": "there is no vLLM server",
-    **dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), _ADAPTIVE),
-    "label_names": "there are no labels",
-    "full_determinism": "on a CPU a run is always the same; on a GPU kernels may differ in the last bits",
-}
 
-_SAME_PROMPT = "leave it at its default"
-_ONE_DEVICE = "several GPUs: covey train cluster=ray (docs/cluster.md)"
-_SERVER = "Covey starts vLLM itself: use_vllm=True"
-UNSUPPORTED: dict[str, str] = {
-    "vllm_structured_outputs_regex": "check the form in a reward function",
-    "vllm_server_base_url": _SERVER,
-    "vllm_server_host": _SERVER,
-    "vllm_server_port": _SERVER,
-    "repetition_penalty": "leave it at 1.0",
-    "chat_template_kwargs": "set processing_class.chat_template to a template that has them built in",
-    "router_aux_loss_coef": _SAME_PROMPT,
-    "cast_lm_head_to_fp32": "model_init_kwargs={'dtype': 'float32'} computes everything in float32",
-    "top_entropy_quantile": "leave it at 1.0",
-    "use_adaptive_entropy": "entropy_coef alone gives a fixed bonus",
-    "off_policy_mask_threshold": "vllm_importance_sampling_mode='sequence_mask' masks answers that are far off-policy",
-    "max_tool_calling_iterations": "agents and tools: covey train agent=hf (docs/agents.md)",
-    "log_completions_hub_repo": _EPISODES,
-    "auto_find_batch_size": "not needed: micro-batches are sized automatically",
-    "load_best_model_at_end": "the best checkpoint is kept; export it: covey export RUN FOLDER",
-    "push_to_hub": "trainer.save_model(FOLDER), then upload the folder",
-    "hub_model_id": "trainer.save_model(FOLDER), then upload the folder",
-    "data_seed": "seed is the seed of everything",
-    "neftune_noise_alpha": _SAME_PROMPT,
-    "label_smoothing_factor": _SAME_PROMPT,
-    "deepspeed": _ONE_DEVICE,
-    "fsdp": _ONE_DEVICE,
-    "fsdp_config": _ONE_DEVICE,
-    "accelerator_config": _ONE_DEVICE,
-    "parallelism_config": _ONE_DEVICE,
-}
+def _reasons(kind: str) -> dict[str, str]:
+    return {field.name: field.metadata[kind] for field in dataclasses.fields(GRPOConfig) if kind in field.metadata}
+
+
+NO_EFFECT, UNSUPPORTED = _reasons("no_effect"), _reasons("unsupported")

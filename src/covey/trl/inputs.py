@@ -149,7 +149,7 @@ def _name(function: Any, rewards: Rewards) -> str:
     if isinstance(function, str):
         name = function if function in REWARDS else "reward_model"
         if name in rewards.weights:
-            raise InputError(f"reward_funcs: {function!r} is one reward model too many; one is supported")
+            raise InputError(f"reward_funcs: {function!r}: only one reward model is supported")
         return name
     written = str(getattr(function, "__name__", "") or type(function).__name__)
     name = plain = re.sub(r"\W+", "_", written).strip("_") or "reward"

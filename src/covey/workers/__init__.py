@@ -25,12 +25,4 @@ Code that a model wrote never runs here but in `covey.sandbox`.
 from covey.workers.handle import RemoteError, WorkerDied, WorkerError, WorkersGone, WorkerTimeout
 from covey.workers.pool import WorkerPool, WorkerSession
 
-__all__ = [
-    "RemoteError",
-    "WorkerDied",
-    "WorkerError",
-    "WorkerPool",
-    "WorkerSession",
-    "WorkerTimeout",
-    "WorkersGone",
-]
+__all__ = ["RemoteError", "WorkerDied", "WorkerError", "WorkerPool", "WorkerSession", "WorkerTimeout", "WorkersGone"]

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from covey.agents.formats.base import Call, Parsed
 from covey.agents.formats.code import CodeFormat
+from covey.tool_calls import Call, Parsed
 from tests.agents.formats.test_hermes import called
 
 FORMAT = CodeFormat()

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats.base import MAX_CALLS, Call, Parsed
+from covey.agents.formats.base import MAX_CALLS
 from covey.agents.formats.hermes import HermesFormat
+from covey.tool_calls import Call, Parsed
 
 FORMAT = HermesFormat()
 SCHEMA = {

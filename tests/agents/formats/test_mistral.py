@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats.base import MAX_CALLS, Call, Parsed
+from covey.agents.formats.base import MAX_CALLS
 from covey.agents.formats.mistral import MistralFormat
+from covey.tool_calls import Call, Parsed
 from tests.agents.formats.test_hermes import SCHEMA, called
 
 FORMAT = MistralFormat()

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats.base import Call
 from covey.agents.formats.react import ReactFormat
+from covey.tool_calls import Call
 from tests.agents.formats.test_hermes import called
 
 

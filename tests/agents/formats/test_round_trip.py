@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats.base import Format, Parsed
 from covey.agents.formats.detect import FORMATS, make_format
 from covey.agents.formats.hermes import HermesFormat
+from covey.tool_calls import Format, Parsed
 from tests.agents.formats.test_react import SCHEMAS
 
 MARKS = [

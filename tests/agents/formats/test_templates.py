@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from covey.agents.formats.base import Call
 from covey.agents.formats.code import CodeFormat
 from covey.agents.formats.detect import choose_format, detect, make_format, shows_tools, template_of
 from covey.agents.formats.react import ReactFormat
 from covey.errors import InputError
 from covey.rollout.rendering import PastReply, Renderer
+from covey.tool_calls import Call
 from covey.types import StopReason
 from tests.agents.formats import templates
 from tests.agents.formats.test_hermes import SCHEMA

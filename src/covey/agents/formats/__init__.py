@@ -1,6 +1,6 @@
 """Tool-call formats: how a model writes tool calls, and how their results are shown to it. See docs/formats.md.
 
-    base.py      the interface `Format`, and helpers that formats share
+    base.py      helpers that formats share; the interface is `Format` in covey/tool_calls.py
     hermes.py, llama.py, mistral.py, react.py, code.py    one family of formats per file
     detect.py    FORMATS, the list by name; and the choice from a model's chat template
     json_repair.py    JSON with the small deviations of language models

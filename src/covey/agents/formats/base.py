@@ -1,4 +1,4 @@
-"""The interface of a tool-call format, and helpers for formats: parsing calls, building messages, describing tools."""
+"""Helpers for tool-call formats: parsing calls, building messages, describing tools. The interface is `Format`."""
 
 from __future__ import annotations
 
@@ -6,69 +6,16 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from covey.agents.formats.json_repair import InvalidJson, parse_json, skip_space, value_end
 from covey.replies import THINK_CLOSE
+from covey.tool_calls import Call, Parsed, Results, Schemas
 
 MAX_CALLS = 32  # of one reply, so that a model that repeats itself does not start a thousand processes
 ID_CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 MAX_NAME = 128
 ARGUMENTS = ("arguments", "parameters")
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A tool call as the model wrote it. `problem` says why it could not be parsed; such a call is not run."""
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    id: str = ""
-    problem: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    """A parsed reply. A reply without calls is the last one; `answer` is the final answer if it is not the content."""
-
-    message: dict[str, Any]  # the assistant's message for the conversation
-    calls: tuple[Call, ...] = ()
-    answer: str | None = None
-
-
-Schemas = Sequence[Mapping[str, Any]]
-Results = Sequence[tuple[Call, str]]
-
-
-class Format(Protocol):
-    """How a model writes tool calls and is shown their results. A format has no state: one serves all episodes."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """Stop strings."""
-        ...
-
-    @property
-    def native_tools(self) -> bool:
-        """Whether the chat template shows tools, calls and results. Otherwise `instructions` go into the system
-        message, calls stay in the text, and results become a user message."""
-        ...
-
-    def instructions(self, schemas: Schemas) -> str | None:
-        """Text for the system message that explains the tools and how to call them; None without tools."""
-        ...
-
-    def parse(self, text: str) -> Parsed:
-        """Parse a reply without its end-of-turn token. Never raises: an unreadable call has a `problem`."""
-        ...
-
-    def observe(self, results: Results) -> list[dict[str, Any]]:
-        """Messages with the results of one reply's calls."""
-        ...
 
 
 # -- Parsing calls -----------------------------------------------------------------------------------------------------

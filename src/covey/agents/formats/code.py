@@ -18,17 +18,9 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from covey.agents.formats.base import (
-    Call,
-    Parsed,
-    Results,
-    Schemas,
-    assistant,
-    call_id,
-    malformed,
-    unclosed_thinking,
-)
+from covey.agents.formats.base import assistant, call_id, malformed, unclosed_thinking
 from covey.replies import OPENING, block_at, is_python, thinking_end
+from covey.tool_calls import Call, Parsed, Results, Schemas
 
 TOOLS = ("python_executor", "code_interpreter")  # two names of the same tool
 HOW = "Write the code between a line ```python and a line ```"

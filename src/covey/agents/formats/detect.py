@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from covey.agents.formats.base import Format, Schemas, function_of
+from covey.agents.formats.base import function_of
 from covey.agents.formats.code import TOOLS, CodeFormat
 from covey.agents.formats.hermes import HermesFormat
 from covey.agents.formats.llama import LlamaFormat
@@ -13,6 +13,7 @@ from covey.agents.formats.mistral import MistralFormat
 from covey.agents.formats.react import ReactFormat
 from covey.errors import unknown
 from covey.models.families import TOOL_CALLS
+from covey.tool_calls import Format, Schemas
 
 FORMATS: Mapping[str, Callable[[Schemas, bool], Format]] = {
     "hermes": lambda schemas, native: HermesFormat(native),

@@ -17,10 +17,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from covey.agents.formats.base import (
-    Call,
-    Parsed,
-    Results,
-    Schemas,
     assistant,
     join_text,
     malformed,
@@ -31,6 +27,7 @@ from covey.agents.formats.base import (
     unclosed_thinking,
 )
 from covey.replies import thinking_end
+from covey.tool_calls import Call, Parsed, Results, Schemas
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 OPENING = re.compile(OPEN)

@@ -17,10 +17,6 @@ from typing import Any, ClassVar
 
 from covey.agents.formats.base import (
     MAX_CALLS,
-    Call,
-    Parsed,
-    Results,
-    Schemas,
     assistant,
     call_id,
     is_call,
@@ -38,6 +34,7 @@ from covey.agents.formats.base import (
 )
 from covey.agents.formats.json_repair import InvalidJson, parse_json, skip_space, value_end
 from covey.replies import thinking_end
+from covey.tool_calls import Call, Parsed, Results, Schemas
 
 TAG = "<|python_tag|>"
 OPEN, CLOSE = "<function=", "</function>"

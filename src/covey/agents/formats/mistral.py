@@ -18,10 +18,6 @@ from typing import Any, ClassVar
 
 from covey.agents.formats.base import (
     MAX_CALLS,
-    Call,
-    Parsed,
-    Results,
-    Schemas,
     assistant,
     call_id,
     is_call,
@@ -37,6 +33,7 @@ from covey.agents.formats.base import (
 )
 from covey.agents.formats.json_repair import InvalidJson, parse_json, skip_space, value_end
 from covey.replies import thinking_end
+from covey.tool_calls import Call, Parsed, Results, Schemas
 
 MARK = "[TOOL_CALLS]"
 NAMED = re.compile(r"([A-Za-z_][\w.-]{0,127})\s*+(?:\[CALL_ID\]\s*+([A-Za-z0-9]{9})\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")

@@ -22,10 +22,6 @@ from typing import Any, ClassVar
 
 from covey.agents.formats.base import (
     MAX_NAME,
-    Call,
-    Parsed,
-    Results,
-    Schemas,
     assistant,
     call_id,
     describe_tools,
@@ -35,6 +31,7 @@ from covey.agents.formats.base import (
 )
 from covey.agents.formats.json_repair import InvalidJson, parse_json, skip_space, value_end
 from covey.replies import thinking_end
+from covey.tool_calls import Call, Parsed, Results, Schemas
 
 LABEL = re.compile(
     r"^[ \t]*+\**+(?P<label>thought|action input|input|action|observation|final answer)\**+[ \t]*+:\**+",

@@ -24,9 +24,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-from covey.agents.formats.base import Call
 from covey.agents.formats.hermes import HermesFormat
 from covey.errors import nearest
+from covey.tool_calls import Call
 
 Point = tuple[float, float]
 
@@ -36,14 +36,13 @@ MAX_SCROLL = 10_000.0  # pixels
 MAX_ACTION = 10_000  # characters of a call in a reply
 SCROLL_STEP = 400.0  # pixels of a scroll without an amount
 
-POINTED = ("click", "double_click", "triple_click", "right_click", "middle_click", "move", "drag")
-
 
 @dataclass(frozen=True, slots=True)
 class Action:
     """One action. Points are in pixels of the page once `Screen.to_page` has converted them."""
 
-    kind: str  # one of POINTED, or type, key, scroll, wait, back, finish
+    # click, double_click, triple_click, right_click, middle_click, move, drag, type, key, scroll, wait, back, finish
+    kind: str
     at: Point | None = None  # None: where the mouse is
     to: Point | None = None  # the end of a drag
     text: str = ""  # of `type`; the answer of `finish`

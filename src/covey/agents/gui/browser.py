@@ -184,7 +184,7 @@ class EpisodePage:
         except Error as error:
             crashed = "the page crashed" if self.crashed else f"{what}: {error.message.splitlines()[0]}"
             return _failure("browser", crashed)
-        except Exception as error:  # of this episode only: the other pages of the browser go on
+        except Exception as error:  # of this episode only: the other pages of the browser continue
             return _failure("browser", f"{what}: {describe_error(error)}")
 
     # -- Requests ------------------------------------------------------------------------------------------------------

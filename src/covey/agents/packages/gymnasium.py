@@ -19,7 +19,7 @@ from typing import Any
 
 from covey.agents.packages import SEEDS
 from covey.errors import InputError
-from covey.imports import install_extra, no_exit
+from covey.imports import no_exit, require
 from covey.protocols import Done
 from covey.types import Task
 
@@ -33,20 +33,12 @@ OBSERVATIONS = {"Blackjack": "Your sum: {0}. The dealer shows: {1}. Usable ace: 
 COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
 
 
-def require_gymnasium() -> Any:
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise InputError(f"agent=gymnasium needs the package ({error})\n  {install_extra('gymnasium')}") from error
-    return gymnasium
-
-
 class GymnasiumAdapter:
     seconds: float | None = None
     in_process = False
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
-        self.gymnasium = require_gymnasium()
+        self.gymnasium = require("gymnasium", "gymnasium", "agent=gymnasium needs the package gymnasium")
         self.name = name
         family = name.rpartition("/")[2].rpartition("-v")[0]
         self.observation = options.pop("observation", OBSERVATIONS.get(family))

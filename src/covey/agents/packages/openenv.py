@@ -19,7 +19,7 @@ from typing import Any
 
 from covey.agents.packages import SEEDS, take_options
 from covey.errors import InputError
-from covey.imports import install_extra
+from covey.imports import require
 from covey.protocols import Done
 from covey.types import Task
 
@@ -27,20 +27,13 @@ OWN = ("done", "reward", "metadata")  # fields of every observation
 SECONDS = 10.0  # to read the server's schema
 
 
-def require_openenv() -> Any:
-    try:
-        from openenv.core.generic_client import GenericEnvClient
-    except ImportError as error:
-        raise InputError(f"agent=openenv needs the package ({error})\n  {install_extra('openenv')}") from error
-    return GenericEnvClient
-
-
 class OpenEnvAdapter:
     seconds: float | None = None
     in_process = False
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
-        self.client = require_openenv()
+        package = require("openenv.core.generic_client", "openenv", "agent=openenv needs the package openenv-core")
+        self.client = package.GenericEnvClient
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
             raise InputError(f"agent.environment={url}: not the address of a server\n  fix: http://HOST:PORT")
         self.url = url.rstrip("/")
@@ -62,7 +55,7 @@ class OpenEnvAdapter:
             fields = answer.json()["action"]["properties"]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise InputError(
-                f"agent.environment={self.url}: the server does not tell the schema of its actions ({error})\n"
+                f"agent.environment={self.url}: the server does not return the schema of its actions ({error})\n"
                 "  start it, or name the action's field: agent.environment_options.action=NAME"
             ) from error
         own = {name: field for name, field in fields.items() if name != "metadata"}

@@ -23,7 +23,7 @@ from typing import IO, Any, TypeVar
 
 from covey.agents.tools.tool import ToolFailure, ToolMistake
 from covey.errors import Absent, InputError, first_error
-from covey.imports import install_extra
+from covey.imports import install_extra, require
 
 GRACE = 2.0  # seconds to exit after its stdin was closed
 MAX_LINE = 64 * 2**20  # bytes
@@ -158,12 +158,9 @@ class Server:
 
 
 def require_mcp() -> Any:
-    try:
-        import mcp
-    except ImportError as error:
-        raise InputError(f"tool servers need the package mcp\n  {install_extra('mcp')}") from error
+    mcp = require("mcp", "mcp", "tool servers need the package mcp")
     if not hasattr(mcp, "Client"):
-        raise InputError(f"tool servers need mcp 2 or newer\n  {install_extra('mcp', upgrade=True)}")
+        raise Absent(f"tool servers need mcp 2 or newer\n  {install_extra('mcp', upgrade=True)}")
     if (log := logging.getLogger("mcp")).level == logging.NOTSET:
         log.setLevel(logging.CRITICAL)  # errors are reported by the call that they happen in
     return mcp

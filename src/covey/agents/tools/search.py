@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from covey.agents.tools.tool import Tool, ToolMistake, tool
 from covey.errors import Absent, InputError, nearest
-from covey.imports import install_extra
+from covey.imports import require
 
 if TYPE_CHECKING:
     import bm25s
@@ -217,10 +217,7 @@ class Index:
 
 @cache
 def open_index(corpus: Path) -> Index:
-    try:
-        import bm25s
-    except ImportError as error:
-        raise Absent(f"tool search needs the package bm25s\n  fix: {install_extra('search')}") from error
+    bm25s = require("bm25s", "search", "tool search needs the package bm25s")
     files = corpus_files(corpus)
     passages = read_corpus(files)
     if not passages:

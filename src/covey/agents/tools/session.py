@@ -32,7 +32,7 @@ from covey.types import Image, ImageFile, ToolUse
 from covey.workers import RemoteError, WorkerDied, WorkerPool, WorkerSession, WorkerTimeout
 
 if TYPE_CHECKING:
-    from covey.agents.formats.base import Call
+    from covey.tool_calls import Call
 
 # -- Results as text ---------------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ class Output:
     text: str
     length: int
     images: tuple[Image | ImageFile, ...] = ()
-    reward: float | None = None  # that the tool paid for the turn
+    reward: float | None = None  # that the turn receives from the tool
 
 
 def render_result(tool: str, value: Any, characters: int) -> Output:
@@ -167,11 +167,11 @@ class ToolResult:
     ended: bool = False
     answer: str | None = None
     images: tuple[Image | ImageFile, ...] = ()
-    reward: float | None = None  # that the tool paid for the turn
+    reward: float | None = None  # that the turn receives from the tool
 
 
-def paid(results: Sequence[ToolResult]) -> float | None:
-    """What the tools of a turn paid together; None if none of them did."""
+def reward_of_tools(results: Sequence[ToolResult]) -> float | None:
+    """The sum of the rewards that a turn receives from its tools; None if it receives none."""
     rewards = [result.reward for result in results if result.reward is not None]
     return sum(rewards) if rewards else None
 

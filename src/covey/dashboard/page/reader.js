@@ -86,7 +86,7 @@
   const facts = (episode, length) => h("div", { class: "facts" },
     fact("step", episode.step), fact("group", episode.group), fact("attempt", episode.attempt), fact("reward", number(episode.total_reward)), fact("advantage", number(episode.advantage)),
     fact("tokens", length), fact("stop", episode.stop || "none"), Object.entries(episode.rewards).map(([name, value]) => fact(name, number(value))),
-    (episode.turns || []).some((turn) => turn.reward !== null) ? fact("paid per turn", episode.turns.map((turn) => turn.reward === null ? "–" : number(turn.reward)).join(", ")) : null,
+    (episode.turns || []).some((turn) => turn.reward !== null) ? fact("reward per turn", episode.turns.map((turn) => turn.reward === null ? "–" : number(turn.reward)).join(", ")) : null,
     (episode.tools || []).length ? fact("tool calls", episode.tools.map((use) => use.tool + (use.error ? ` (${use.error})` : "")).join(", ")) : null);
   const brief = (episode, length) => h("div", { class: "facts" }, fact("step", episode.step), fact("attempt", episode.attempt), fact("reward", number(episode.total_reward)),
     fact("advantage", number(episode.advantage)), fact("tokens", length), fact("stop", episode.stop || "none"));
