@@ -31,7 +31,7 @@ from studies import tiny
 from studies.catalogue import NAMES, chosen
 from studies.data import prepare
 from studies.jobs import UNFINISHED, Job, StudyJobs, environment
-from studies.plan import GENERATED, WITHOUT_FILES, RunName, Study
+from studies.plan import WITHOUT_FILES, RunName, Study
 from studies.record import FAILED, FINISHED, RECORDS, collect, device, pack, read_record, write_record
 from studies.schedule import Schedule, Start, start_process
 
@@ -117,8 +117,7 @@ def plan(study: Study, options: argparse.Namespace) -> StudyJobs:
     todo = tuple(run for run in runs if options.again or not is_recorded(run, options.tiny))
     extra = dict(word.split("=", 1) for word in options.set)
     jobs = StudyJobs(study, out, model, extra, todo)
-    if study.data != GENERATED:
-        prepare(study.data, data, jobs.data, limit=8 if options.tiny else None)
+    prepare(study.data, data, jobs.data, limit=8 if options.tiny else None)
     _say(f"{study.name}: {len(todo)} of {len(runs)} runs to make")
     return jobs
 

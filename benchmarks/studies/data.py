@@ -20,6 +20,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from studies.plan import GENERATED
+
 Row = dict[str, Any]
 ANNOTATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 GSM8K_DEMONSTRATIONS, QA_DEMONSTRATIONS = 200, 100
@@ -255,6 +257,7 @@ def _instructions(tasks: Sequence[Any], group: str) -> Iterator[Row]:
 
 
 KINDS: Mapping[str, Callable[[Path], dict[str, list[Row]]]] = {
+    GENERATED: lambda source: {},
     "sums": sums,
     "gsm8k": gsm8k,
     "tools": tools,

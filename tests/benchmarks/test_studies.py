@@ -416,11 +416,14 @@ def test_a_large_record_loses_the_details_in_the_middle(tmp_path: Path) -> None:
 def test_no_training_task_of_a_study_is_tested(tmp_path: Path) -> None:
     from studies.catalogue import STUDIES
     from studies.data import prepare, read
+    from studies.plan import GENERATED
 
     source = shared_folder() / "data"
     if not source.is_dir():
         pytest.skip("the folder of public data is not here")
     for study in STUDIES.values():
+        if study.data == GENERATED:  # covey train keeps the two splits of its tasks apart
+            continue
         folder = prepare(study.data, source, tmp_path / study.data)
         files = {key: folder / Path(study.settings[f"data.{key}_files"]).name for key in ("train", "val")}
         asked = {key: {row["question"] for row in read(path)} for key, path in files.items()}
