@@ -183,10 +183,12 @@ def test_an_update_moves_towards_the_better_answers() -> None:
     torch.testing.assert_close(trace.advantage, batch.advantages_RT * batch.mask_RT)
 
 
-def test_bfloat16_weights_follow_float32_masters() -> None:
+@pytest.mark.parametrize("embedding", [torch.bfloat16, torch.float32])
+def test_bfloat16_weights_follow_float32_masters(embedding: torch.dtype) -> None:
     """A thousand steps of 1e-6 move a weight near 0.3 by 1e-3, up to float32's own rounding of 1000 additions; in pure
-    bfloat16 each step would round to nothing."""
+    bfloat16 each step would round to nothing. The embedding is the first weight, and may be more precise."""
     model = tiny_llama(dtype=torch.bfloat16)
+    model.model.embed_tokens.to(embedding)
     learner = Learner(model, LearnerConfig(lr=1e-6, grad_clip=0.0, beta2=0.9), total_updates=1)
     weight = model.lm_head.weight
     start = weight.detach().float().clone()
