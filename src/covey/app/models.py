@@ -124,7 +124,7 @@ def _demand(prepared: BuildSpec, policy: Any) -> Demand:
     from covey.learner.pass_memory import Demand
     from covey.memory import cache_bytes_per_token
 
-    config, source, row = prepared.config, prepared.model, prepared.longest_row
+    config, source, row, needs = prepared.config, prepared.model, prepared.longest_row, prepared.algorithm.needs
     assert source is not None
     context = config.model.context_length or source.context_length or row.prompt + row.answer
     demand = Demand(
@@ -135,8 +135,10 @@ def _demand(prepared: BuildSpec, policy: Any) -> Demand:
         sampled=row.sampled,
         refuse=True,
         images=row.images,
-        full_kl=prepared.algorithm.needs.full_kl,
-        teacher_kl=prepared.algorithm.needs.teacher_kl,
+        full_kl=needs.full_kl,
+        sample_full_kl=needs.sample_full_kl,
+        teacher_kl=needs.teacher_kl,
+        teacher_top=needs.teacher_top,
     )
     ray = config.cluster.name == "ray"
     if not row.sampled or (ray and config.cluster.rollout_devices is not None):
