@@ -401,7 +401,7 @@ def test_a_reference_and_a_teacher_count_before_they_are_loaded(
     words = [word.replace("MODEL", str(tiny_model_folder)) for word in words]
     composed = compose([f"model={tiny_model_folder}", "algorithm=grpo", *words], algorithms=algorithm_schemas())
     source, algorithm = open_source(composed.config.model), make_algorithm(composed.config)
-    spec = ActorSpec(composed.config, algorithm, source, 1, LongestRow(8, 8))
+    spec = ActorSpec(composed.config, algorithm, source, 1, 1, LongestRow(8, 8))
     memory = Mock(total_memory=80 * GIB)
     monkeypatch.setattr("covey.models.loading.pick_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
@@ -423,7 +423,7 @@ def test_a_reference_and_a_teacher_count_before_they_are_loaded(
 def test_a_run_s_kl_is_planned(tiny_model_folder: Path, words: list[str], copies: int) -> None:
     words = [word.replace("MODEL", str(tiny_model_folder)) for word in words]
     config = compose([f"model={tiny_model_folder}", "algorithm=grpo", *words], algorithms=algorithm_schemas()).config
-    spec = ActorSpec(config, make_algorithm(config), open_source(config.model), 1, LongestRow(8, 8))
+    spec = ActorSpec(config, make_algorithm(config), open_source(config.model), 1, 1, LongestRow(8, 8))
     assert models._demand(spec, tiny_llama()).kl_copies == copies
 
 

@@ -88,6 +88,7 @@ class Learner:
         config: LearnerConfig,
         *,
         total_updates: int,
+        critic_only_updates: int = 0,
         reference: Reference | None = None,
         critic: CriticConfig | None = None,
         critic_backbone: Any = None,
@@ -95,9 +96,10 @@ class Learner:
         vision: VisionProcessor | None = None,
         ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
-        """With `critic` settings, trains a critic on `critic_backbone`, or else on the policy's own backbone. Without a
-        `teacher`, an algorithm that needs one has the policy itself. `vision` prepares the images of a vision-language
-        model. Models that will be sharded over `ranks` may be in CPU memory."""
+        """The critic's learning rate has its schedule over `total_updates`, the policy's over those after the first
+        `critic_only_updates`. With `critic` settings, trains a critic on `critic_backbone`, or else on the policy's own
+        backbone. Without a `teacher`, an algorithm that needs one has the policy itself. `vision` prepares the images
+        of a vision-language model. Models that will be sharded over `ranks` may be in CPU memory."""
         self.model = model
         self.config = config
         self.reference = reference
@@ -115,7 +117,8 @@ class Learner:
                     shard_model(other.model, ranks, offload=config.offload_reference)
         self.scaler = torch.amp.GradScaler((ranks.device or next(model.parameters()).device).type, enabled=half)
         common: dict[str, Any] = {"scaler": self.scaler, "ranks": ranks}
-        self.optimizer = MasterAdamW(model.named_parameters(), config, total_updates, **common)
+        policy_updates = max(1, total_updates - critic_only_updates)
+        self.optimizer = MasterAdamW(model.named_parameters(), config, policy_updates, **common)
         self.critic: Critic | None = None
         if critic is not None:
             self.critic = Critic(model, critic, config, total_updates=total_updates, backbone=critic_backbone, **common)
