@@ -24,6 +24,7 @@ from covey.types import Batch, Samples
 from tests.algorithms.helpers import WITHOUT_CRITIC
 from tests.conftest import tiny_llama
 from tests.learner.helpers import batch_of, rows_of
+from tests.learner.test_teacher import samples_of
 
 # One algorithm of the catalogue for each loss, without a critic; and variants.
 CASES: dict[str, dict[str, Any]] = {
@@ -181,6 +182,19 @@ def test_an_update_moves_towards_the_better_answers() -> None:
     assert float((moved * batch.rewards_N).sum()) > 0
     assert metrics["grad/norm"] > 0 and metrics["optim/lr"] == 1e-3
     torch.testing.assert_close(trace.advantage, batch.advantages_RT * batch.mask_RT)
+
+
+def test_an_offloaded_reference_is_moved_once_for_all_chunks_of_the_full_kl(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    reference = Reference.of(model)
+    reference.offload = True
+    learner = Learner(model, LearnerConfig(micro_batch_tokens=16), total_updates=1, reference=reference)
+    moves: list[str] = []
+    monkeypatch.setattr(reference.model, "to", lambda where: moves.append(str(where)))
+    rows = rows_of(4, 2)
+    samples = samples_of(batch_of(rows, 2, dtype=torch.float32), 1.0)
+    learner.annotate(samples, Needs(sample_full_kl=True))
+    assert len(moves) == 2  # to the device, and back
 
 
 @pytest.mark.parametrize("embedding", [torch.bfloat16, torch.float32])

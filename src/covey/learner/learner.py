@@ -198,7 +198,11 @@ class Learner:
             query = replace(query, logprobs=True)
         if not (query.logprobs or query.values):
             return samples
-        with nullcontext() if self.routing is None else self.routing.record():
+        with ExitStack() as stack:
+            if needs.sample_full_kl and self.reference is not None:
+                stack.enter_context(self.reference.loaded())  # once for all passes
+            if self.routing is not None:
+                stack.enter_context(self.routing.record())
             out = self.outputs(samples.rows, samples.temperature, query)
         samples = replace(samples, values_RT=out.values, full_kl_RT=out.full_kl, score_norms_RT=out.score_norms)
         if needs.proximal:
