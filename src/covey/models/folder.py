@@ -306,6 +306,10 @@ def load_weights(
         only_heads = heads == missing and not shapes and not in_layers
         raise WeightsMismatch(_not_fitting(name, model, missing, shapes, extra), heads if only_heads else ())
     keep_generation(model)
+    for module in model.modules():  # outputs are read by name, also by transformers itself
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "return_dict"):
+            config.return_dict = True
     return model
 
 
