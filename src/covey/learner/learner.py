@@ -30,7 +30,7 @@ from covey.learner.attention import packed_attention, select_attention
 from covey.learner.critic import Critic
 from covey.learner.layers import CompiledLayers
 from covey.learner.optimizer import MasterAdamW
-from covey.learner.outputs import collect, collect_on_cpu, detached, update_metrics
+from covey.learner.outputs import collect, detached, update_metrics
 from covey.learner.packing import (
     MicroBatch,
     Packed,
@@ -244,7 +244,7 @@ class Learner:
                 shape = (len(row_indices(micro_batch)), width)
                 outputs.append(self._forward(packed, shape, temperature, query, model))
         self._reshard()
-        return collect_on_cpu(outputs, passes, (len(rows), width), self.ranks)
+        return collect(outputs, passes, (len(rows), width), "cpu", self.ranks)
 
     # -- Forward passes ----------------------------------------------------------------------------------------------
 
@@ -403,7 +403,7 @@ class Learner:
         loss = {name: float(self.ranks.sum(sum_)) for name, sum_ in sums.items()}
         total = sum(loss.values())
         step_metrics = self._step(total)
-        out = collect(outputs, passes, on_device, self.ranks)
+        out = collect(outputs, passes, on_device.mask_RT.shape, self.device, self.ranks)
         metrics, trace = update_metrics(out, on_device, algorithm, self.critic)
         return metrics | {f"{name}/loss": x for name, x in loss.items()} | {"loss/total": total} | step_metrics, trace
 
