@@ -143,6 +143,13 @@ def test_weights_follow_the_softmax_of_the_instability() -> None:
     )
 
 
+def test_the_prior_of_a_reward_that_never_varies_may_be_zero() -> None:
+    """a: μ = 0 and σ = 1e-4, so D = 1e4: the softmax of b rounds to 0, but b is the only reward with a prior."""
+    samples = samples_of({"a": [0.0, 0.0], "b": [1.0, 3.0]}, [0, 0])
+    plain: dict[str, Any] = {"warmup_steps": 0, "beta_start": 0.0, "min_weight": 0.0, "epsilon": 1e-8}
+    assert moved(Dgdo(**plain, paper_exact=True, importance_priors={"a": 0.0}), samples) == {"a": 0.0, "b": 1.0}
+
+
 def test_weights_are_averaged_over_steps_before_the_floor_is_applied() -> None:
     """w ← β w + (1 − β) target, from uniform: by hand over three steps, with a floor that `b` stays at."""
     dgdo = Dgdo(warmup_steps=0, beta=0.5, beta_start=0.5, min_weight=0.45)

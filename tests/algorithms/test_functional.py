@@ -149,7 +149,7 @@ def test_every_algorithm_and_every_loss_has_its_function() -> None:
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("ppo", "ppo_clip"), ("grpo", "ppo_clip"), ("vanilla", "ppo_clip"), ("reinforce", "policy_gradient")],
+    [("grpo", "ppo_clip"), ("vanilla", "ppo_clip"), ("reinforce", "policy_gradient"), ("gpg", "policy_gradient")],
 )
 def test_other_names_of_losses(typed: str, meant: str) -> None:
     torch.manual_seed(0)
@@ -168,11 +168,11 @@ def test_the_name_of_an_algorithm_is_the_loss_that_it_trains_with(algorithm: str
     same(policy_loss(algorithm, new, old, advantage, mask)[0], policy_loss(loss, new, old, advantage, mask)[0])
 
 
-def test_an_algorithm_brings_its_own_aggregation_to_its_loss() -> None:
-    """Answers of 1 and 3 tokens with advantages 1 and 2, ratio 1: REINFORCE++ averages over the four tokens."""
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce++", "ppo", "gae"])
+def test_an_algorithm_brings_its_own_aggregation_to_its_loss(name: str) -> None:
+    """Answers of 1 and 3 tokens with advantages 1 and 2, ratio 1: REINFORCE++ and PPO average over the four tokens."""
     zeros, mask = torch.zeros(2, 3, dtype=F64), torch.tensor([[1, 0, 0], [1, 1, 1]])
-    same(policy_loss("reinforce_plus_plus", zeros, zeros, tensor(1, 2), mask)[0], -7 / 4)
-    same(policy_loss("reinforce++", zeros, zeros, tensor(1, 2), mask)[0], -7 / 4)
+    same(policy_loss(name, zeros, zeros, tensor(1, 2), mask)[0], -7 / 4)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "gvpo"])

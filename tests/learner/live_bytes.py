@@ -4,6 +4,7 @@ device for models of any size, with flash attention as on a GPU."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from covey.learner import attention
 from covey.learner.attention import Layout
-from covey.learner.forward import hidden_states, token_logprobs
 from covey.learner.packing import Packed, pack
-from covey.types import Sample
+from covey.learner.token_scores import TeacherInput, TokenQuery, score_tokens
+from covey.models.loading import Reference
+from covey.types import Sample, TeacherTop
 
 
 class LiveBytes(TorchDispatchMode):
@@ -51,21 +53,41 @@ class Measured:
     peak: int
 
 
-def measure(model: Any, prompt: int, answers: list[int], *, chunk: int | None = None) -> Measured:
-    """One group's forward and backward pass, with log-probs. On the meta device it uses flash attention. Gradients of
-    weights are dropped as soon as they are made, as the learner does once it has added them to the masters'."""
+def measure(
+    model: Any,
+    prompt: int,
+    answers: list[int],
+    *,
+    chunk: int | None = None,
+    reference: Any = None,
+    teacher: Any = None,
+    top: int = 0,
+) -> Measured:
+    """One group's forward and backward pass, with log-probs, and with the KL to a reference and to a teacher or to its
+    `top` most likely tokens. On the meta device it uses flash attention. Gradients of weights are dropped as soon as
+    they are made, as the learner does once it has added them to the masters'."""
     ids, lengths = (5,) * prompt, [length + 1 for length in answers]
     rows = [Sample(ids, (5,) * n, (True,) * n, (0.0,) * n, (0,) * n, i) for i, n in enumerate(lengths)]
     packed = pack(rows, [[*range(len(rows))]])
     if model.device.type == "meta":
         packed = on_meta(packed)
     hooks = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters() if p.requires_grad]
-    live = LiveBytes([*model.parameters(), *model.buffers()])
+    others = [model, *(other for other in (reference, teacher) if other is not None)]
+    compared: dict[str, Any] = {"entropy_gradient": False, "logit_rows": chunk}
+    query = TokenQuery(full_kl=reference is not None, teacher_kl=teacher is not None or top > 0)
+    if teacher is not None:
+        compared["teacher"] = TeacherInput(Reference(teacher), packed)
+    elif top:
+        count = len(packed.target_M)
+        likely = TeacherTop(torch.arange(top).repeat(count, 1), torch.full((count, top), -math.log(2 * top)))
+        compared["teacher"] = TeacherInput(top=likely)
+    start = None if reference is None else Reference(reference)
+    zeros = torch.zeros(len(packed.target_M), device=model.device)
+    live = LiveBytes(tensor for other in others for tensor in (*other.parameters(), *other.buffers()))
     with attention.packed_attention(packed.layout), live:
-        hidden = hidden_states(model, packed)
-        logprobs, _ = token_logprobs(model, hidden, packed.target_M, 1.0, rows=chunk)
+        scores = score_tokens(model, packed, 1.0, query, zeros, None, start, **compared)
         held = live.now
-        logprobs.sum().backward()
+        sum(x.sum() for x in (scores.logprobs, scores.full_kl, scores.teacher_kl) if x is not None).backward()
     for hook in hooks:
         hook.remove()
     return Measured(len(packed.ids_T), held, live.peak)

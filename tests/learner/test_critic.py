@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from covey.algorithms import make
+from covey.algorithms import algorithm_schemas, make
+from covey.app.models import make_learner as learner_of_run
+from covey.app.prepare import prepare
+from covey.config import compose
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.learner.learner import Learner
 from covey.learner.token_scores import TokenQuery
@@ -142,6 +147,21 @@ def test_during_warm_up_the_policy_is_not_updated(shared: bool) -> None:
     learner.critic.steps = 2
     learner.update(valued_batch(), make("ppo"))
     assert any(not torch.equal(p, before[name]) for name, p in learner.model.named_parameters())
+
+
+@pytest.mark.parametrize(("tasks", "updates"), [(40, 2 * 4), (5, 2 * 3)])
+def test_schedules_end_with_the_last_update(tiny_model_folder: Path, tmp_path: Path, tasks: int, updates: int) -> None:
+    """Six steps with two epochs over eight tasks in batches of two, or over all tasks if there are fewer. The critic
+    learns in each step, the policy in the four that follow the warm-up."""
+    rows = [{"question": f"1 + {number}", "answer": f"{1 + number}"} for number in range(tasks)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = [f"model={tiny_model_folder}", f"data.train_files={tmp_path}/train.jsonl", "algorithm=ppo", "reward=exact"]
+    words += ["loop.total_steps=6", "critic.warmup_steps=2", "critic.shared=true", "model.device=cpu"]
+    words += ["data.train_batch_size=8", "learner.mini_batch_size=2", "learner.epochs=2"]
+    learner = learner_of_run(prepare(compose(words, algorithms=algorithm_schemas())), None)
+    assert learner.critic is not None
+    assert learner.optimizer.total_steps == 4 * updates
+    assert learner.critic.optimizers["head"].total_steps == 6 * updates
 
 
 def test_it_learns_the_returns() -> None:

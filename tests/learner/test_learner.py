@@ -24,6 +24,7 @@ from covey.types import Batch, Samples
 from tests.algorithms.helpers import WITHOUT_CRITIC
 from tests.conftest import tiny_llama
 from tests.learner.helpers import batch_of, rows_of
+from tests.learner.test_teacher import samples_of
 
 # One algorithm of the catalogue for each loss, without a critic; and variants.
 CASES: dict[str, dict[str, Any]] = {
@@ -183,10 +184,25 @@ def test_an_update_moves_towards_the_better_answers() -> None:
     torch.testing.assert_close(trace.advantage, batch.advantages_RT * batch.mask_RT)
 
 
-def test_bfloat16_weights_follow_float32_masters() -> None:
+def test_an_offloaded_reference_is_moved_once_for_all_chunks_of_the_full_kl(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    reference = Reference.of(model)
+    reference.offload = True
+    learner = Learner(model, LearnerConfig(micro_batch_tokens=16), total_updates=1, reference=reference)
+    moves: list[str] = []
+    monkeypatch.setattr(reference.model, "to", lambda where: moves.append(str(where)))
+    rows = rows_of(4, 2)
+    samples = samples_of(batch_of(rows, 2, dtype=torch.float32), 1.0)
+    learner.annotate(samples, Needs(sample_full_kl=True))
+    assert len(moves) == 2  # to the device, and back
+
+
+@pytest.mark.parametrize("embedding", [torch.bfloat16, torch.float32])
+def test_bfloat16_weights_follow_float32_masters(embedding: torch.dtype) -> None:
     """A thousand steps of 1e-6 move a weight near 0.3 by 1e-3, up to float32's own rounding of 1000 additions; in pure
-    bfloat16 each step would round to nothing."""
+    bfloat16 each step would round to nothing. The embedding is the first weight, and may be more precise."""
     model = tiny_llama(dtype=torch.bfloat16)
+    model.model.embed_tokens.to(embedding)
     learner = Learner(model, LearnerConfig(lr=1e-6, grad_clip=0.0, beta2=0.9), total_updates=1)
     weight = model.lm_head.weight
     start = weight.detach().float().clone()

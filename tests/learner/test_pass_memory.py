@@ -109,6 +109,30 @@ def test_prediction_against_measurement(case: Any, lora: bool, checkpointing: bo
     assert 0.96 <= peak / found.peak <= 1.3, f"{peak:.0f}, measured {found.peak}"
 
 
+@pytest.mark.parametrize("compared", [["full_kl"], ["teacher_kl"], ["full_kl", "teacher_kl"], ["teacher_top"]])
+def test_a_kl_over_the_vocabulary_needs_more_for_each_logit(compared: list[str]) -> None:
+    """Most of this pass is logits: in float32, and in bfloat16, whose copies are float32."""
+    answers = [100] * 4
+    for dtype in (torch.float32, torch.bfloat16):
+        policy, other = (LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 8000})).to(dtype) for _ in range(2))
+        found = measure(
+            policy,
+            8,
+            answers,
+            chunk=256,
+            reference=other if "full_kl" in compared else None,
+            teacher=other if "teacher_kl" in compared else None,
+            top=4 * ("teacher_top" in compared),
+        )
+        demand = Demand(8, 100, **dict.fromkeys(compared, True))
+        memory = memory_of(PassShapes.of(policy, demand, gpu=False))
+        peak = memory.peak(found.tokens, 108, checkpointing=False, logit_rows=256)
+        assert 0.98 <= peak / found.peak <= 1.3, f"{peak:.0f}, measured {found.peak}"
+    gpu = PassShapes.of(policy, demand, gpu=True)
+    assert gpu.logit_bytes == memory.shapes[0].logit_bytes  # the kernels compute no KL
+    assert gpu.logit_rows == memory.shapes[0].logit_rows
+
+
 QWEN = PassShapes(
     **{"layers": 28, "hidden": 1536, "queries": 1536, "keys": 256, "heads": 12, "inner": 8960, "vocabulary": 151_936},
     **{"itemsize": 2, "flash": True, "logit_bytes": 2, "logit_rows": 1684},
@@ -377,13 +401,30 @@ def test_a_reference_and_a_teacher_count_before_they_are_loaded(
     words = [word.replace("MODEL", str(tiny_model_folder)) for word in words]
     composed = compose([f"model={tiny_model_folder}", "algorithm=grpo", *words], algorithms=algorithm_schemas())
     source, algorithm = open_source(composed.config.model), make_algorithm(composed.config)
-    spec = ActorSpec(composed.config, algorithm, source, 1, LongestRow(8, 8))
+    spec = ActorSpec(composed.config, algorithm, source, 1, 1, LongestRow(8, 8))
     memory = Mock(total_memory=80 * GIB)
     monkeypatch.setattr("covey.models.loading.pick_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     monkeypatch.setattr(pass_memory, "check_states", lambda config, **sizes: found.update(sizes))
     models._check_states(spec, composed.config.model, composed.config.learner, SINGLE_PROCESS)
     assert (found["copies"], found["teacher"]) == (copies, teachers * 2 * parameter_count(source))
+
+
+@pytest.mark.parametrize(
+    ("words", "copies"),
+    [
+        (["algorithm.kl_coef=0.1"], 0),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=full"], 3),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=full", "algorithm.kl_in=reward"], 3),
+        (["teacher.name=current", "teacher.kl=full"], 3),
+        (["teacher.name=MODEL", "teacher.url=http://host/v1", "teacher.kl=top_k"], 2),
+    ],
+)
+def test_a_run_s_kl_is_planned(tiny_model_folder: Path, words: list[str], copies: int) -> None:
+    words = [word.replace("MODEL", str(tiny_model_folder)) for word in words]
+    config = compose([f"model={tiny_model_folder}", "algorithm=grpo", *words], algorithms=algorithm_schemas()).config
+    spec = ActorSpec(config, make_algorithm(config), open_source(config.model), 1, 1, LongestRow(8, 8))
+    assert models._demand(spec, tiny_llama()).kl_copies == copies
 
 
 def test_a_sliding_window_decides_whether_attention_is_flash() -> None:

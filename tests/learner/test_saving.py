@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from covey.algorithms import make
 from covey.config.schema import LearnerConfig
 from covey.learner.learner import Learner
-from covey.learner.parallel import Ranks
-from covey.learner.saving import NonFiniteWeights, load_state, save_state
-from tests.conftest import tiny_llama
+from covey.learner.parallel import SINGLE_PROCESS, Ranks
+from covey.learner.saving import NonFiniteWeights, export, load_state, save_model, save_state
+from tests.conftest import byte_tokenizer, tiny_llama
 from tests.learner.test_critic import make_learner, valued_batch
+from tests.learner.test_forward import family
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 5])
@@ -58,19 +60,48 @@ def test_blocks_of_tensor_parallel_ranks_are_read_by_any_others(tmp_path: Path) 
     assert all(torch.equal(tensor, whole[name]) for name, tensor in load_state(tmp_path, {}).items())
 
 
+def test_sharded_models_are_saved_with_their_buffers(tmp_path: Path) -> None:
+    """GLM's router has a bias that is not trained. Weights that are not sharded are gathered as they are."""
+    model = family("glm4_moe")
+    for buffer in model.buffers():
+        buffer.uniform_()
+    save_model(model, tmp_path / "sharded", SINGLE_PROCESS, sharded=True)
+    model.save_pretrained(tmp_path / "plain")
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("sharded", "plain"))
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_adapters_are_written_in_one_order(tmp_path: Path) -> None:
     """peft keeps the names of modules in a set, whose order differs between processes."""
     import json
 
     import peft
 
-    from covey.learner.parallel import SINGLE_PROCESS
-    from covey.learner.saving import save_model
-
     names = ["v_proj", "up_proj", "q_proj", "o_proj", "k_proj", "gate_proj", "down_proj"]
     model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=2, target_modules=names, task_type="CAUSAL_LM"))
     save_model(model, tmp_path, SINGLE_PROCESS, sharded=False)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == sorted(names)
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_a_merged_adapter_keeps_the_precision_of_each_tensor(tmp_path: Path, dtype: str | None) -> None:
+    """The biases of GLM's routers are float32 in a bfloat16 model."""
+    import peft
+
+    model = family("glm4_moe").bfloat16()
+    for buffer in model.buffers():
+        buffer.data = torch.rand(buffer.shape)
+    model.save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    model.name_or_path = str(tmp_path / "base")
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    export(tmp_path / "adapter", tmp_path / "out", dtype=dtype)
+    start, found = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "out"))
+    half = torch.bfloat16 if dtype is None else torch.float16
+    assert set(found) == set(start) and {tensor.dtype for tensor in start.values()} == {torch.bfloat16, torch.float32}
+    for name, tensor in start.items():
+        assert torch.equal(found[name], tensor if tensor.dtype == torch.float32 else tensor.to(half)), name
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

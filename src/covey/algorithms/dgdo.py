@@ -92,10 +92,10 @@ class Dgdo:
 
     def _update_weights(self, instability: Mapping[str, float]) -> None:
         sign, keep, priors = -1 if self.invert else 1, self.effective_beta(), self.importance_priors or {}
-        soft = torch.softmax(torch.tensor([sign * d for d in instability.values()], dtype=torch.float64), 0)
-        target = {name: float(share) * priors.get(name, 1.0) for name, share in zip(instability, soft, strict=True)}
-        total = sum(target.values())
-        self.weights = {name: keep * self.weights[name] + (1 - keep) * target[name] / total for name in instability}
+        unstable = torch.tensor([sign * d for d in instability.values()], dtype=torch.float64)
+        prior = torch.tensor([priors.get(name, 1.0) for name in instability], dtype=torch.float64)
+        target = torch.softmax(unstable + prior.log(), 0).tolist()  # as a product it might round to 0 everywhere
+        self.weights = {n: keep * self.weights[n] + (1 - keep) * t for n, t in zip(instability, target, strict=True)}
 
     def check(self, names: list[str]) -> None:
         """Raise if these rewards cannot be weighted."""

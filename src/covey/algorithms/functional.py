@@ -34,15 +34,8 @@ Column = Tensor | Sequence[float | None]
 Rewards = Column | Mapping[str, Column]
 RewardTensors = Tensor | Mapping[str, Tensor]
 
-# Other names of losses. `ppo` and `grpo` are the same loss; they differ in their advantages. The name of any other
-# algorithm means the loss that it trains with.
-LOSS_NAMES = {name: name for name in LOSSES} | {
-    "ppo": "ppo_clip",
-    "grpo": "ppo_clip",
-    "vanilla": "ppo_clip",
-    "reinforce": "policy_gradient",
-    "gpg": "policy_gradient",
-}
+# Names of losses. The name of an algorithm means the loss and the aggregation that it trains with.
+LOSS_NAMES = {name: name for name in LOSSES} | {"vanilla": "ppo_clip", "reinforce": "policy_gradient"}
 
 
 @overload

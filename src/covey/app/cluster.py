@@ -31,6 +31,7 @@ class ActorSpec:
     algorithm: Algorithm
     model: ModelSource | None
     total_steps: int
+    task_count: int
     longest_row: LongestRow
 
 
@@ -163,7 +164,9 @@ def _actor_spec(prepared: BuildSpec, *, gpu: bool) -> ActorSpec:
         source = dataclasses.replace(source, adapter=source.adapter.absolute())
     model = dataclasses.replace(config.model, device="cuda" if gpu else "cpu")
     config = dataclasses.replace(config, model=model)
-    return ActorSpec(config, prepared.algorithm, source, prepared.total_steps, prepared.longest_row)
+    return ActorSpec(
+        config, prepared.algorithm, source, prepared.total_steps, prepared.task_count, prepared.longest_row
+    )
 
 
 def _absolute(checkpoint: Checkpoint | None) -> Checkpoint | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -52,6 +53,9 @@ class BuildSpec(Protocol):
     def total_steps(self) -> int: ...
 
     @property
+    def task_count(self) -> int: ...
+
+    @property
     def longest_row(self) -> LongestRow: ...
 
 
@@ -70,7 +74,8 @@ def make_learner(prepared: BuildSpec, checkpoint: Checkpoint | None, ranks: Rank
     learner = Learner(
         policy,
         plan,
-        total_updates=_total_updates(prepared),
+        total_updates=_updates(prepared, prepared.total_steps),
+        critic_only_updates=_updates(prepared, config.critic.warmup_steps) if valued else 0,
         reference=start if prepared.algorithm.needs.reference else None,
         teacher=load_teacher(prepared, start, ranks, sharded=sharded),
         critic=config.critic if valued else None,
@@ -124,7 +129,7 @@ def _demand(prepared: BuildSpec, policy: Any) -> Demand:
     from covey.learner.pass_memory import Demand
     from covey.memory import cache_bytes_per_token
 
-    config, source, row = prepared.config, prepared.model, prepared.longest_row
+    config, source, row, needs = prepared.config, prepared.model, prepared.longest_row, prepared.algorithm.needs
     assert source is not None
     context = config.model.context_length or source.context_length or row.prompt + row.answer
     demand = Demand(
@@ -135,8 +140,10 @@ def _demand(prepared: BuildSpec, policy: Any) -> Demand:
         sampled=row.sampled,
         refuse=True,
         images=row.images,
-        full_kl=prepared.algorithm.needs.full_kl,
-        teacher_kl=prepared.algorithm.needs.teacher_kl,
+        full_kl=needs.full_kl,
+        sample_full_kl=needs.sample_full_kl,
+        teacher_kl=needs.teacher_kl,
+        teacher_top=needs.teacher_top,
     )
     ray = config.cluster.name == "ray"
     if not row.sampled or (ray and config.cluster.rollout_devices is not None):
@@ -212,11 +219,11 @@ def _load_critic(prepared: BuildSpec, ranks: Ranks) -> Any:
     return load_policy(dataclasses.replace(source, adapter=None), plain)
 
 
-def _total_updates(prepared: BuildSpec) -> int:
+def _updates(prepared: BuildSpec, steps: int) -> int:
+    """Updates in a number of steps, if no group is skipped."""
     config = prepared.config
-    per_epoch = -(-config.data.train_batch_size // (config.learner.mini_batch_size or config.data.train_batch_size))
-    critic_only = config.critic.warmup_steps if prepared.algorithm.needs.values else 0
-    return max(1, prepared.total_steps - critic_only) * per_epoch * config.learner.epochs
+    groups = min(config.data.train_batch_size, max(1, prepared.task_count) * config.mode.max_uses)
+    return steps * config.learner.epochs * math.ceil(groups / (config.learner.mini_batch_size or groups))
 
 
 # -- The engine --------------------------------------------------------------------------------------------------------

@@ -82,6 +82,10 @@ class Prepared(PreparedRun):
         return max(self.rewards.names, key=lambda name: self.rewards.weights[name])
 
     @property
+    def task_count(self) -> int:
+        return len(self.tasks.train)
+
+    @property
     def longest_row(self) -> LongestRow:
         agent, rollout = self.config.agent, self.config.rollout
         if agent.max_response_tokens is not None:

@@ -51,6 +51,10 @@ class PreparedSft(PreparedRun):
     steps_known: bool = True  # False: epochs of demonstrations that are not on this machine
 
     @property
+    def task_count(self) -> int:
+        return len(self.train)
+
+    @property
     def longest_row(self) -> LongestRow:
         lengths = (len(turn.prompt_ids) + len(turn.completion_ids) for each in self.train for turn in each.turns)
         images = max(sum(span.length for span in turn.images) for each in self.train for turn in each.turns)

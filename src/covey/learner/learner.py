@@ -30,7 +30,7 @@ from covey.learner.attention import packed_attention, select_attention
 from covey.learner.critic import Critic
 from covey.learner.layers import CompiledLayers
 from covey.learner.optimizer import MasterAdamW
-from covey.learner.outputs import collect, collect_on_cpu, detached, update_metrics
+from covey.learner.outputs import collect, detached, update_metrics
 from covey.learner.packing import (
     MicroBatch,
     Packed,
@@ -88,6 +88,7 @@ class Learner:
         config: LearnerConfig,
         *,
         total_updates: int,
+        critic_only_updates: int = 0,
         reference: Reference | None = None,
         critic: CriticConfig | None = None,
         critic_backbone: Any = None,
@@ -95,9 +96,10 @@ class Learner:
         vision: VisionProcessor | None = None,
         ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
-        """With `critic` settings, trains a critic on `critic_backbone`, or else on the policy's own backbone. Without a
-        `teacher`, an algorithm that needs one has the policy itself. `vision` prepares the images of a vision-language
-        model. Models that will be sharded over `ranks` may be in CPU memory."""
+        """The critic's learning rate has its schedule over `total_updates`, the policy's over those after the first
+        `critic_only_updates`. With `critic` settings, trains a critic on `critic_backbone`, or else on the policy's own
+        backbone. Without a `teacher`, an algorithm that needs one has the policy itself. `vision` prepares the images
+        of a vision-language model. Models that will be sharded over `ranks` may be in CPU memory."""
         self.model = model
         self.config = config
         self.reference = reference
@@ -115,7 +117,8 @@ class Learner:
                     shard_model(other.model, ranks, offload=config.offload_reference)
         self.scaler = torch.amp.GradScaler((ranks.device or next(model.parameters()).device).type, enabled=half)
         common: dict[str, Any] = {"scaler": self.scaler, "ranks": ranks}
-        self.optimizer = MasterAdamW(model.named_parameters(), config, total_updates, **common)
+        policy_updates = max(1, total_updates - critic_only_updates)
+        self.optimizer = MasterAdamW(model.named_parameters(), config, policy_updates, **common)
         self.critic: Critic | None = None
         if critic is not None:
             self.critic = Critic(model, critic, config, total_updates=total_updates, backbone=critic_backbone, **common)
@@ -195,7 +198,11 @@ class Learner:
             query = replace(query, logprobs=True)
         if not (query.logprobs or query.values):
             return samples
-        with nullcontext() if self.routing is None else self.routing.record():
+        with ExitStack() as stack:
+            if needs.sample_full_kl and self.reference is not None:
+                stack.enter_context(self.reference.loaded())  # once for all passes
+            if self.routing is not None:
+                stack.enter_context(self.routing.record())
             out = self.outputs(samples.rows, samples.temperature, query)
         samples = replace(samples, values_RT=out.values, full_kl_RT=out.full_kl, score_norms_RT=out.score_norms)
         if needs.proximal:
@@ -237,7 +244,7 @@ class Learner:
                 shape = (len(row_indices(micro_batch)), width)
                 outputs.append(self._forward(packed, shape, temperature, query, model))
         self._reshard()
-        return collect_on_cpu(outputs, passes, (len(rows), width), self.ranks)
+        return collect(outputs, passes, (len(rows), width), "cpu", self.ranks)
 
     # -- Forward passes ----------------------------------------------------------------------------------------------
 
@@ -396,7 +403,7 @@ class Learner:
         loss = {name: float(self.ranks.sum(sum_)) for name, sum_ in sums.items()}
         total = sum(loss.values())
         step_metrics = self._step(total)
-        out = collect(outputs, passes, on_device, self.ranks)
+        out = collect(outputs, passes, on_device.mask_RT.shape, self.device, self.ranks)
         metrics, trace = update_metrics(out, on_device, algorithm, self.critic)
         return metrics | {f"{name}/loss": x for name, x in loss.items()} | {"loss/total": total} | step_metrics, trace
 

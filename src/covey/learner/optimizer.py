@@ -86,7 +86,8 @@ class MasterAdamW:
         self.sharded = is_sharded(first)
         device = torch.device("cpu") if config.offload_optimizer and not self.sharded else first.device
         self.offloaded = device != first.device
-        self.masters_are_weights = first.dtype in (torch.float32, torch.float64) and not self.offloaded
+        exact = all(p.dtype not in HALVES for p in self.working.values())
+        self.masters_are_weights = exact and not self.offloaded
         self.masters: dict[str, Tensor] = (
             {n: local_part(p) for n, p in self.working.items()}
             if self.masters_are_weights

@@ -20,35 +20,24 @@ from covey.protocols import Algorithm, Metrics, TokenOutputs, TokenTrace
 from covey.types import Batch
 
 
-def collect_on_cpu(
-    outputs: Sequence[TokenOutputs], passes: Sequence[Pass], shape: tuple[int, int], ranks: Ranks
+def collect(
+    outputs: Sequence[TokenOutputs],
+    passes: Sequence[Pass],
+    shape: tuple[int, ...],
+    device: torch.device | str,
+    ranks: Ranks,
 ) -> TokenOutputs:
-    """The outputs of all ranks, [R, T] on the CPU, in the order of the rows."""
-
-    def column(name: str) -> Tensor | None:
-        if getattr(outputs[0], name) is None:
-            return None
-        column_RT = torch.zeros(shape, dtype=getattr(outputs[0], name).dtype)
-        for out, (micro_batch, counts) in zip(outputs, passes, strict=True):
-            if counts:
-                column_RT[torch.tensor(row_indices(micro_batch))] = getattr(out, name).cpu()
-        return ranks.sum(column_RT)
-
-    columns: dict[str, Any] = {name: column(name) for name in TokenOutputs.__slots__}
-    return TokenOutputs(**columns)
-
-
-def collect(outputs: Sequence[TokenOutputs], passes: Sequence[Pass], batch: Batch, ranks: Ranks) -> TokenOutputs:
-    """The outputs of all ranks on the device of the batch, in the order of its rows, without waiting for the GPU."""
+    """The outputs of all ranks on a device, [R, T], in the order of the rows. Waits for the GPU only if it copies to
+    the CPU."""
     order = [i for micro_batch, counts in passes if counts for i in row_indices(micro_batch)]
-    row_R = torch.tensor(order, dtype=torch.long).to(batch.mask_RT.device)
+    row_R = torch.tensor(order, dtype=torch.long).to(device)
 
     def column(name: str) -> Tensor | None:
-        if getattr(outputs[0], name) is None:
+        if (first := getattr(outputs[0], name)) is None:
             return None
-        column_RT: Tensor = getattr(outputs[0], name).new_zeros(batch.mask_RT.shape)
+        column_RT = torch.zeros(shape, dtype=first.dtype, device=device)
         parts = [getattr(part, name) for part, (_, counts) in zip(outputs, passes, strict=True) if counts]
-        return ranks.sum(column_RT.index_copy(0, row_R, torch.cat(parts)) if parts else column_RT)
+        return ranks.sum(column_RT.index_copy(0, row_R, torch.cat(parts).to(device)) if parts else column_RT)
 
     columns: dict[str, Any] = {name: column(name) for name in TokenOutputs.__slots__}
     return TokenOutputs(**columns)

@@ -70,7 +70,15 @@ class Demand:
     copied: float = 0.0  # bytes of a copy of the policy for the engine
     images: int | None = None  # tokens of images in the longest row; None: at most those of the prompt
     full_kl: bool = False  # every update loads the reference
+    sample_full_kl: bool = False  # the same once per step
     teacher_kl: bool = False  # every update loads the teacher
+    teacher_top: bool = False  # updates compute the KL to its most likely tokens
+
+    @property
+    def kl_copies(self) -> int:
+        """Tensors of the size of a chunk of logits that KLs need: logits, probabilities and ratios of another model, or
+        only the policy's probabilities."""
+        return 3 * (self.full_kl or self.sample_full_kl) + 3 * self.teacher_kl + 2 * self.teacher_top
 
     @property
     def longest(self) -> int:
@@ -101,9 +109,8 @@ class PassShapes:
     copies: int = 0  # bytes per layer and token: inputs of float32 adapters of half-precision weights
     flash: bool = False
     quadratic: bool = False  # attention keeps the scores of all pairs
-    logit_bytes: int = (
-        12  # of one logit of a chunk, with its copies in the forward pass; at most 8 in the backward pass
-    )
+    logit_bytes: int = 12  # of one logit of a chunk, with its copies in the forward pass
+    backward_logit_bytes: int = 8  # of one in the backward pass, at most
     logit_rows: int = 1  # tokens in a chunk of logits of the usual size
     prompt: int = 0  # tokens of the longest prompt
     fixed: int = 0  # bytes of weights that a pass gathers, or dequantises
@@ -127,6 +134,8 @@ class PassShapes:
         flash = gpu and dtype.itemsize == 2 and dim % 8 == 0 and dim <= 256 and within
         head = lm.get_output_embeddings()  # None: the backbone of a critic
         output = embedding[:0] if head is None else head.weight
+        kernels = gpu and is_one_product(lm) and not demand.kl_copies
+        logit_bytes = dtype.itemsize if kernels else (3 + demand.kl_copies) * max(4, dtype.itemsize)
         norms = [m.weight.numel() for n, m in layer.named_modules() if "norm" in n and hasattr(m, "weight")]
         own = [p for n, p in layer.named_parameters() if "lora_" not in n and p.dim() > 1]
         whole = [*layer.parameters(), *layer.parameters(), embedding, output]
@@ -150,8 +159,10 @@ class PassShapes:
                 for weight in _adapter_weights(m)
                 if weight.dtype != dtype
             ),
-            logit_bytes=dtype.itemsize if gpu and is_one_product(lm) else 3 * max(4, dtype.itemsize),
-            logit_rows=chunk_rows(max(1, len(output)), gpu=gpu and is_one_product(lm)),
+            logit_bytes=logit_bytes,
+            # With a KL, autograd goes through the chunks, and keeps the gradient of the output matrix between them.
+            backward_logit_bytes=logit_bytes if demand.kl_copies else 8,
+            logit_rows=chunk_rows(max(1, len(output)), gpu=kernels),
             flash=flash,
             quadratic=gpu and not flash and key_heads != heads,
             prompt=demand.prompt,
@@ -192,7 +203,7 @@ class PassShapes:
         tokens = self._rows(tokens)
         logits, half = min(logit_rows, tokens) * self.vocabulary, self.itemsize < 4
         gradient = self.vocabulary * self.hidden * (4 + self.itemsize * half) if self.trained_output else 0
-        last = max(logits * self.logit_bytes, logits * min(self.logit_bytes, 8) + gradient)
+        last = max(logits * self.logit_bytes, logits * min(self.logit_bytes, self.backward_logit_bytes) + gradient)
         last += tokens * self.hidden * self.itemsize
         layer: float = tokens * (
             self.itemsize * (3 * self.inner + 2 * self.hidden) + (4 * self.inner if self.copies else 0)

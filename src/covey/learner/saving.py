@@ -17,9 +17,10 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -260,12 +261,20 @@ def _loaded(place: Located, dtype: str | None) -> Any:
 
 
 def _merged(folder: Path, dtype: str | None) -> Any:
-    """An adapter merged into its base model: W + ΔW in float32, rounded once."""
+    """An adapter merged into its base model: W + ΔW in float32, rounded once. Tensors of another precision than the
+    model's, such as the biases of GLM's routers, keep theirs."""
     base = _loaded(locate(str(folder)), None)
-    kept = DTYPES[dtype] if dtype else base.dtype
+    wanted = DTYPES[dtype] if dtype else base.dtype
+    exceptions = {name: tensor.dtype for name, tensor in _tensors_of(base) if tensor.dtype != base.dtype}
     with no_pickles(str(folder)):
-        model = require_peft().PeftModel.from_pretrained(base.float(), folder)
-    return model.merge_and_unload().to(kept)
+        model = require_peft().PeftModel.from_pretrained(base.float(), folder).merge_and_unload()
+    for name, tensor in _tensors_of(model):
+        tensor.data = tensor.data.to(exceptions.get(name, wanted))
+    return model
+
+
+def _tensors_of(model: Any) -> Iterator[tuple[str, Tensor]]:
+    return chain(model.named_parameters(), model.named_buffers())
 
 
 def _copy_adapter(folder: Path, work: Path, dtype: str | None) -> None:

@@ -283,6 +283,8 @@ def load_weights(
     not used and may be missing."""
     from transformers.utils.logging import disable_progress_bar
 
+    from covey.models.generation import keep_generation
+
     disable_progress_bar()
     with no_pickles(name), _without_report():
         model, info = auto.from_pretrained(
@@ -303,6 +305,11 @@ def load_weights(
         heads = [key for key in missing if not key.startswith(f"{model.base_model_prefix}.")]
         only_heads = heads == missing and not shapes and not in_layers
         raise WeightsMismatch(_not_fitting(name, model, missing, shapes, extra), heads if only_heads else ())
+    keep_generation(model)
+    for module in model.modules():  # outputs are read by name, also by transformers itself
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "return_dict"):
+            config.return_dict = True
     return model
 
 

@@ -239,8 +239,10 @@ def set_checkpointing(model: Any, enabled: bool) -> None:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     elif lm.is_gradient_checkpointing:
         lm.gradient_checkpointing_disable()
-    # Gradient checkpointing needs training mode. Without dropout the modes do not differ otherwise.
-    model.train(enabled)
+    model.eval()  # in training mode some routers add noise, and ratios would not start at 1
+    for module in lm.modules():
+        if getattr(module, "gradient_checkpointing", False):  # works in training mode only: set here, not within layers
+            module.training = True
     _disable_dropout(lm)
 
 

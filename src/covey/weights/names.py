@@ -1,4 +1,4 @@
-"""The weights to publish: gathered, in their working precision, under the names used in model files.
+"""The weights to publish or to save: gathered, in their working precision.
 
 The learner may hold a weight as a shard (FSDP, tensor parallel): gathering it is a collective, so all ranks must
 iterate together.
@@ -6,6 +6,7 @@ iterate together.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -39,10 +40,18 @@ def whole_weight(weight: Any) -> Tensor:
 
 @torch.no_grad()
 def full_weights(model: Any, *, trained_only: bool = False) -> Named:
-    """Every weight once, under the module's own names."""
+    """Every weight once, under the module's own names; unless `trained_only` with the buffers that model files have."""
     for name, weight in model.named_parameters():
         if weight.requires_grad or not trained_only:
             yield name, whole_weight(weight)
+    if not trained_only:
+        yield from _saved_buffers(model)
+
+
+def _saved_buffers(model: Any) -> Named:
+    """Buffers that are part of model files, such as the biases of GLM's routers."""
+    saved = model.state_dict()
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def trained_weights(model: Any) -> Named:
@@ -63,11 +72,26 @@ def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def named_weights(model: Any) -> Named:
-    """Every weight once, as in the files of a plain model: adapters are merged into copies, and a tied output matrix
-    goes by the name of the embedding."""
-    if not hasattr(model, "get_base_model"):
-        yield from full_weights(model)
-        return
+    """Every weight once, as in the files of a plain model: adapters are merged into copies, a tied output matrix goes
+    by the name of the embedding, and fused experts are split where the files have one tensor per expert."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    adapted = hasattr(model, "get_base_model")
+    lm = model.get_base_model() if adapted else model
+    weights = _merged_weights(model) if adapted else full_weights(model)
+    for _, layer in itertools.groupby(weights, lambda named: _layer_of(named[0])):
+        yield from revert_weight_conversion(lm, dict(layer)).items()
+
+
+def _layer_of(name: str) -> str:
+    """The name up to the first number, which is that of a layer; other names are returned whole."""
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts))
+    return ".".join(parts[: number + 1])
+
+
+def _merged_weights(model: Any) -> Named:
+    """Every weight of the base model under its own name, with adapters merged into copies."""
     _check_adapter(model)
     base = model.get_base_model()
     for name, weight in base.named_parameters():
@@ -81,6 +105,7 @@ def named_weights(model: Any) -> Named:
             if leaf == "weight":
                 weight = _merged(base.get_submodule(path), weight, model.active_adapters)
         yield f"{path}.{leaf}", whole_weight(weight)
+    yield from _saved_buffers(base)
 
 
 def _merged(layer: Any, weight: Tensor, adapters: list[str]) -> Tensor:
