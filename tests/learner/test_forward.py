@@ -48,7 +48,12 @@ BY_POSITION = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # of every compared family of the table, by model type
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": False}),
-    "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        EXPERTS
+        | {"shared_expert_intermediate_size": 32}
+        | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3Config", {}),
     "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
     "mistral": ("MistralConfig", {"sliding_window": 6}),
@@ -98,6 +103,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "afmoe": ("AfmoeConfig", EXPERTS | {"num_dense_layers": 1}),
+    "phimoe": ("PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}),
     "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}),
 }
 
@@ -276,6 +282,16 @@ def test_a_soft_cap_on_attention_is_refused() -> None:
         ("LongcatFlashConfig", {}, "longcat_flash models .* keys and values have different sizes"),
         ("DiffLlamaConfig", {}, "diffllama models .* computes attention twice"),
         ("GptOssConfig", {}, "gpt_oss models .* attention has sinks"),
+        ("Glm4MoeLiteConfig", {}, "glm4_moe_lite models .* keys and values have different sizes"),
+        ("YoutuConfig", {}, "youtu models .* keys and values have different sizes"),
+        ("AXK1Config", {}, "axk1 models .* keys and values have different sizes"),
+        ("Gemma4TextConfig", {}, "gemma4_text models .* heads of its layers have different sizes"),
+        ("MllamaConfig", {}, "mllama models .* attend to images"),
+        ("ModernBertDecoderConfig", {}, "modernbert-decoder models .* more layers follow its last hidden states"),
+        ("DogeConfig", {}, "doge models .* mask that is computed from its values"),
+        ("HrmTextConfig", {}, "hrm_text models .* passes the same layers several times"),
+        ("RobertaConfig", {}, "roberta models .* tokens attend to later ones"),
+        ("BartConfig", {}, "bart models .* counts positions by itself"),
     ],
 )
 def test_other_attention_is_refused_with_the_reason(make: str, settings: dict[str, Any], reason: str) -> None:
