@@ -108,13 +108,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def family(name: str) -> Any:
+def family(name: str, **more: Any) -> Any:
     import transformers
 
     torch.manual_seed(0)
     make, changes = (CONFIGS | OTHERS)[name]
     settings = {k: v for k, v in SMALL.items() if not (name.startswith("granite") and k == "head_dim")}
-    config = getattr(transformers, make)(**(settings | changes))
+    config = getattr(transformers, make)(**(settings | changes | more))
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
@@ -145,6 +145,35 @@ def test_packed_rows_see_what_they_would_see_alone(name: str) -> None:
         expected = alone(model, row, 0.7)
         assert line[: len(expected)].tolist() == pytest.approx(expected, abs=1e-4)
         assert not line[len(expected) :].any()
+
+
+# Rotary frequencies that are others for rows of more than 16 tokens.
+LENGTH_ROPES: dict[str, dict[str, Any]] = {
+    "longrope": {
+        **{"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0},
+        "original_max_position_embeddings": 16,
+    },
+    "dynamic": {"factor": 4.0},
+}
+
+
+def length_rope_model(kind: str) -> Any:
+    rope = {"rope_type": kind, "rope_theta": 1e4} | LENGTH_ROPES[kind]
+    return tiny_llama(rope_parameters=rope, max_position_embeddings=64 if kind == "longrope" else 16)
+
+
+@pytest.mark.parametrize("kind", LENGTH_ROPES)
+def test_a_row_that_would_change_the_frequencies_of_others_is_refused(kind: str) -> None:
+    model = length_rope_model(kind)
+    rows = rows_of(4, 5)
+    learner = Learner(model, LearnerConfig(), total_updates=1)
+    for row, line in zip(rows, learner.logprobs(rows, 1.0), strict=True):
+        assert row.length <= 16
+        assert line[: len(row.mask)].tolist() == pytest.approx(alone(model, row, 1.0), abs=1e-4)
+    answer = tuple(range(3, 20))
+    long = Sample((5, 6), answer, (True,) * len(answer), (-1.0,) * len(answer), (0,) * len(answer), len(rows))
+    with pytest.raises(InputError, match=r"a row of 18 tokens: llama models .* rows of at most 16"):
+        learner.logprobs([*rows, long], 1.0)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt"])

@@ -165,6 +165,22 @@ def window_of(layer: Any, given: int | None) -> int | None:
     return given if window is None else window(layer)
 
 
+def fixed_rope_length(config: Any) -> int | None:
+    """The longest row that a model with longrope or dynamic rotary frequencies reads with those of short rows. A longer
+    one has others for all of its tokens, which rows of one pass cannot have, nor tokens that the cache holds already.
+    None: the frequencies do not depend on the length."""
+    text_config = config.get_text_config(decoder=True)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    limits = []
+    for one in [rope] if "rope_type" in rope else rope.values():  # of all layers, or by their type
+        kind = one.get("rope_type", "") if isinstance(one, Mapping) else ""
+        if kind == "longrope":
+            limits.append(one["original_max_position_embeddings"])
+        elif "dynamic" in kind:
+            limits.append(text_config.max_position_embeddings)
+    return min(limits, default=None)
+
+
 # Transforms of the logits, by the setting of a configuration that turns them on. Applied in this order.
 LOGIT_TRANSFORMS: Mapping[str, Callable[[Any, float], Any]] = {
     "logits_scaling": lambda logits, scale: logits / scale,  # Granite
