@@ -12,9 +12,20 @@ import pytest
 import torch
 
 from covey.agents.formats.detect import FORMATS
-from covey.models.families import FAMILIES, FUSED_ATTENTION, FUSED_MLP, LOGIT_TRANSFORMS, TOOL_CALLS, Family
+from covey.models.families import (
+    FAMILIES,
+    FUSED_ATTENTION,
+    FUSED_MLP,
+    LOGIT_TRANSFORMS,
+    TOOL_CALLS,
+    Family,
+    decoder,
+    layers_of,
+)
 from tests.conftest import ROOT
+from tests.learner.jobs import tiny_gemma3
 from tests.learner.test_forward import family as family_model
+from tests.vision.tiny import tiny_vlm
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.fused], ids=lambda family: family.fused)
@@ -52,6 +63,13 @@ def test_the_modules_of_a_mixture_that_get_adapters(tool: Any, name: str) -> Non
         "shared experts": any(".shared_expert" in key for key in adapted),
     }
     assert ", ".join(kind for kind, found in kinds.items() if found) == tool.LORA[name]
+
+
+def test_the_layers_of_a_model_with_a_vision_tower_are_those_of_its_language_model() -> None:
+    text, qwen, smol = tiny_gemma3(0, torch.float32), tiny_vlm("qwen2_5_vl")[0], tiny_vlm("smolvlm")[0]
+    assert layers_of(decoder(text)) == list(text.model.language_model.layers)
+    assert layers_of(decoder(qwen)) == list(qwen.model.language_model.layers)
+    assert layers_of(decoder(smol)) == list(smol.model.text_model.layers)
 
 
 def test_tool_call_formats_exist() -> None:

@@ -91,9 +91,8 @@ def causal_lm(model: Any) -> Any:
 
 
 def decoder(lm: Any) -> Any:
-    """The language model, without the output matrix."""
-    family = vision_family(lm.config)
-    return lm.base_model if family is None else getattr(lm.base_model, family.language)
+    """The language model, without the output matrix and the vision tower."""
+    return lm.get_decoder()
 
 
 def layers_of(stack: Any) -> list[Any]:
