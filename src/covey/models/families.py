@@ -118,6 +118,7 @@ _CROSS = "some of its layers attend to images, which Covey does not pass to them
 _LOOPS = "each token passes the same layers several times, and the engine's cache has one entry of a token per layer"
 _COMPUTED_MASK = "its attention has a mask that is computed from its values, which Covey's attention does not do"
 _HEAD = "more layers follow its last hidden states before the output matrix, and Covey's log-probs skip them"
+_RANDOM = "its routers draw experts at random in training mode, which gradient checkpointing needs"
 
 # Model types that cannot be trained, with the reason.
 REFUSED: Mapping[str, str] = {
@@ -134,6 +135,7 @@ REFUSED: Mapping[str, str] = {
     "doge": _COMPUTED_MASK,
     "hrm_text": _LOOPS,
     "modernbert-decoder": _HEAD,
+    "phimoe": _RANDOM,
     "gpt_oss": _SINKS,
 }
 
@@ -151,17 +153,10 @@ TOOL_CALLS = {name: family.tool_calls for family in FAMILIES if family.tool_call
 # `layer_types` of a configuration that packed training supports.
 TRAINABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
-# The sliding window of attention layers that mask by it but do not pass it to their attention, by their class.
-_MASKED_WINDOWS: Mapping[str, Callable[[Any], int | None]] = {
-    "PhimoeAttention": lambda layer: layer.config.sliding_window,
-    "Qwen2MoeAttention": lambda layer: getattr(layer, "sliding_window", None),
-}
-
 
 def window_of(layer: Any, given: int | None) -> int | None:
-    """The sliding window of an attention layer, `given` by it or not."""
-    window = _MASKED_WINDOWS.get(type(layer).__name__)
-    return given if window is None else window(layer)
+    """The sliding window of an attention layer. Qwen2-MoE's mask by it, but do not pass it to their attention."""
+    return getattr(layer, "sliding_window", None) if type(layer).__name__ == "Qwen2MoeAttention" else given
 
 
 def fixed_rope_length(config: Any) -> int | None:

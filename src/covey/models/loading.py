@@ -248,16 +248,17 @@ def set_checkpointing(model: Any, enabled: bool) -> None:
         lm.gradient_checkpointing_disable()
     # Gradient checkpointing needs training mode. Without dropout the modes do not differ otherwise.
     model.train(enabled)
-    _disable_dropout(lm)
+    _disable_noise(lm)
 
 
-def _disable_dropout(lm: Any) -> None:
-    """Without it a model computes the same in training mode. It is configured in some models, such as GPT-2."""
+def _disable_noise(lm: Any) -> None:
+    """Without dropout and a router's jitter a model computes the same in training mode. They are configured in some
+    models, such as GPT-2."""
     for module in lm.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):  # given to torch's function: OPT, BioGPT
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):  # used in forward: OPT, Mixtral
                 setattr(module, name, 0.0)
 
 
