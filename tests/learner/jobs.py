@@ -15,7 +15,7 @@ from covey.algorithms import make
 from covey.algorithms.distill import Teacher
 from covey.config.schema import CriticConfig, LearnerConfig
 from covey.learner.learner import Learner
-from covey.learner.parallel import Ranks, local_part
+from covey.learner.parallel import Ranks, local_part, tensor_parallel_dim
 from covey.models.loading import Reference
 from covey.protocols import Needs
 from covey.types import Batch, Samples
@@ -32,6 +32,23 @@ def tiny_qwen3(seed: int, dtype: torch.dtype, **changes: Any) -> Any:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(Qwen3Config(**sizes | heads | changes)).to(dtype).eval()
+
+
+def tiny_gemma3(seed: int, dtype: torch.dtype, **changes: Any) -> Any:
+    """A vision-language model, trained on text alone. Its vision tower comes first and has layers too."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    text = sizes | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}
+    text |= {"max_position_embeddings": 512, "sliding_window": 6}
+    vision = sizes | {"num_hidden_layers": 3, "image_size": 16, "patch_size": 8}
+    marks = {"mm_tokens_per_image": 4, "image_token_index": 60, "boi_token_index": 61, "eoi_token_index": 62}
+    torch.manual_seed(seed)
+    config = Gemma3Config(text_config=text | changes, vision_config=vision, **marks)
+    return Gemma3ForConditionalGeneration(config).to(dtype).eval()
+
+
+FAMILIES = {"llama": tiny_llama, "qwen3": tiny_qwen3, "gemma3": tiny_gemma3}
 
 
 @dataclass(frozen=True)
@@ -53,8 +70,7 @@ class Case:
     critic: CriticConfig | None = None
 
     def random(self, seed: int) -> Any:
-        made = tiny_qwen3 if self.family == "qwen3" else tiny_llama
-        return made(dtype=self.dtype, initializer_range=0.08, seed=seed, **self.model)
+        return FAMILIES[self.family](dtype=self.dtype, initializer_range=0.08, seed=seed, **self.model)
 
     def policy(self, folder: Path | None = None) -> Any:
         """A random start, or the weights of a checkpoint."""
@@ -110,6 +126,15 @@ class Case:
 
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: weight.cpu().clone() for name, weight in full_weights(learner.model)}
+
+
+def sharded_parts(ranks: Ranks, case: Case) -> tuple[list[str], set[str]]:
+    """The modules that are gathered as one, and the weights that tensor parallelism splits."""
+    from torch.distributed.fsdp import FSDPModule
+
+    model = case.learner(ranks).model
+    gathered = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    return gathered, {name for name, weight in model.named_parameters() if tensor_parallel_dim(weight) is not None}
 
 
 def train(ranks: Ranks, case: Case) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], torch.Tensor]:

@@ -48,7 +48,12 @@ BY_POSITION = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {  # of every compared family of the table, by model type
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": False}),
-    "qwen2_moe": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        EXPERTS
+        | {"shared_expert_intermediate_size": 32}
+        | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3Config", {}),
     "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
     "mistral": ("MistralConfig", {"sliding_window": 6}),
@@ -98,18 +103,18 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "afmoe": ("AfmoeConfig", EXPERTS | {"num_dense_layers": 1}),
-    "phimoe": ("PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "phimoe": ("PhimoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}),
     "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}),
 }
 
 
-def family(name: str) -> Any:
+def family(name: str, **more: Any) -> Any:
     import transformers
 
     torch.manual_seed(0)
     make, changes = (CONFIGS | OTHERS)[name]
     settings = {k: v for k, v in SMALL.items() if not (name.startswith("granite") and k == "head_dim")}
-    config = getattr(transformers, make)(**(settings | changes))
+    config = getattr(transformers, make)(**(settings | changes | more))
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
@@ -142,10 +147,39 @@ def test_packed_rows_see_what_they_would_see_alone(name: str) -> None:
         assert not line[len(expected) :].any()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt"])
-def test_recomputed_layers_are_without_dropout(name: str) -> None:
+# Rotary frequencies that are others for rows of more than 16 tokens.
+LENGTH_ROPES: dict[str, dict[str, Any]] = {
+    "longrope": {
+        **{"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0},
+        "original_max_position_embeddings": 16,
+    },
+    "dynamic": {"factor": 4.0},
+}
+
+
+def length_rope_model(kind: str) -> Any:
+    rope = {"rope_type": kind, "rope_theta": 1e4} | LENGTH_ROPES[kind]
+    return tiny_llama(rope_parameters=rope, max_position_embeddings=64 if kind == "longrope" else 16)
+
+
+@pytest.mark.parametrize("kind", LENGTH_ROPES)
+def test_a_row_that_would_change_the_frequencies_of_others_is_refused(kind: str) -> None:
+    model = length_rope_model(kind)
+    rows = rows_of(4, 5)
+    learner = Learner(model, LearnerConfig(), total_updates=1)
+    for row, line in zip(rows, learner.logprobs(rows, 1.0), strict=True):
+        assert row.length <= 16
+        assert line[: len(row.mask)].tolist() == pytest.approx(alone(model, row, 1.0), abs=1e-4)
+    answer = tuple(range(3, 20))
+    long = Sample((5, 6), answer, (True,) * len(answer), (-1.0,) * len(answer), (0,) * len(answer), len(rows))
+    with pytest.raises(InputError, match=r"a row of 18 tokens: llama models .* rows of at most 16"):
+        learner.logprobs([*rows, long], 1.0)
+
+
+@pytest.mark.parametrize(("name", "noise"), [("gpt2", {}), ("opt", {}), ("mixtral", {"router_jitter_noise": 0.5})])
+def test_recomputed_layers_are_without_dropout_and_noise(name: str, noise: dict[str, float]) -> None:
     """Gradient checkpointing needs training mode."""
-    model, rows = family(name), rows_of(4, 2)
+    model, rows = family(name, **noise), rows_of(4, 2)
     expected = [alone(model, row, 1.0) for row in rows]
     set_checkpointing(model, True)
     found = Learner(model, LearnerConfig(), total_updates=1).logprobs(rows, 1.0)
@@ -291,6 +325,16 @@ def test_a_soft_cap_on_attention_is_refused() -> None:
         ("LongcatFlashConfig", {}, "longcat_flash models .* keys and values have different sizes"),
         ("DiffLlamaConfig", {}, "diffllama models .* computes attention twice"),
         ("GptOssConfig", {}, "gpt_oss models .* attention has sinks"),
+        ("Glm4MoeLiteConfig", {}, "glm4_moe_lite models .* keys and values have different sizes"),
+        ("YoutuConfig", {}, "youtu models .* keys and values have different sizes"),
+        ("AXK1Config", {}, "axk1 models .* keys and values have different sizes"),
+        ("Gemma4TextConfig", {}, "gemma4_text models .* heads of its layers have different sizes"),
+        ("MllamaConfig", {}, "mllama models .* attend to images"),
+        ("ModernBertDecoderConfig", {}, "modernbert-decoder models .* more layers follow its last hidden states"),
+        ("DogeConfig", {}, "doge models .* mask that is computed from its values"),
+        ("HrmTextConfig", {}, "hrm_text models .* passes the same layers several times"),
+        ("RobertaConfig", {}, "roberta models .* tokens attend to later ones"),
+        ("BartConfig", {}, "bart models .* counts positions by itself"),
     ],
 )
 def test_other_attention_is_refused_with_the_reason(make: str, settings: dict[str, Any], reason: str) -> None:

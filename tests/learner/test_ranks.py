@@ -28,6 +28,7 @@ from tests.learner.jobs import (
     resave,
     resume_moving,
     resume_training,
+    sharded_parts,
     train,
     train_and_save,
     weights_in,
@@ -103,8 +104,9 @@ def test_two_ranks_learn_what_one_process_does(two: LocalRanks, parallel: str, k
         {"model": {"tie_word_embeddings": True}, "checkpointing": True, "settings": {"micro_batch_tokens": 25}},
         # Each rank has a part of the only group. With the default eps, Adam amplifies rounding of gradients near 0.
         {"groups": 1, "settings": {"eps": 1e-4}, **COUPLED},
+        {"family": "gemma3", "settings": {"eps": 1e-4}},
     ],
-    ids=["lora", "lora-recomputed", "tied", "split"],
+    ids=["lora", "lora-recomputed", "tied", "split", "with-vision-tower"],
 )
 def test_kinds_of_models(two: LocalRanks, parallel: str, kind: dict[str, Any]) -> None:
     same_as_one_process(two, Case(parallel=parallel, **kind), 1e-6)
@@ -133,13 +135,21 @@ TENSOR_PARALLEL: dict[str, Any] = {"tensor_parallel": 2}
         pytest.param({"algorithm": "ppo", "critic": CriticConfig(lr=1e-2, shared=True)}, marks=SLOW),
         pytest.param({"algorithm": "ppo", "critic": CriticConfig(lr=1e-2)}, marks=SLOW),
         {**PLAIN, "family": "qwen3", "settings": {"grad_clip": 0.01}},
+        {**PLAIN, "family": "gemma3", "settings": {"eps": 1e-4}},
     ],
-    ids=["biases", "full-kl", "tied", "shared-critic", "own-critic", "norms-of-heads"],
+    ids=["biases", "full-kl", "tied", "shared-critic", "own-critic", "norms-of-heads", "with-vision-tower"],
 )
 def test_tensor_parallel_ranks_learn_what_one_process_does(two: LocalRanks, kind: dict[str, Any]) -> None:
     """Both ranks read all rows, and each has half of every layer's matrices. A query's norm sees half of the heads."""
     settings = kind.get("settings", {})
     same_as_one_process(two, Case(parallel="fsdp", **kind | {"settings": settings | TENSOR_PARALLEL}), 1e-6)
+
+
+def test_the_language_model_beside_a_vision_tower_is_sharded_by_layers(two: LocalRanks) -> None:
+    layers = [f"model.language_model.layers.{number}" for number in range(2)]
+    for gathered, split in two.run(sharded_parts, Case(parallel="fsdp", family="gemma3", settings=TENSOR_PARALLEL)):
+        assert gathered == layers
+        assert {name.rpartition(".mlp.")[0] for name in split if ".mlp." in name} == set(layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=SLOW)])

@@ -52,6 +52,19 @@ def test_a_folder_is_itself(tiny_model_folder: Path) -> None:
     assert source.eos_ids() == (2,)
 
 
+def test_the_context_ends_where_rotary_frequencies_would_change(tmp_path: Path, tiny_model_folder: Path) -> None:
+    shutil.copytree(tiny_model_folder, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 128}
+    config["rope_parameters"] = {"rope_type": "longrope", "rope_theta": 1e4} | factors
+    file.write_text(json.dumps(config))
+    assert open_source(ModelConfig(name=str(file.parent))).context_length == 128
+    assert open_source(ModelConfig(name=str(file.parent), context_length=100)).context_length == 128
+    with pytest.raises(InputError, match=r"model\.context_length=129.* more than 128 tokens with other rotary"):
+        open_source(ModelConfig(name=str(file.parent), context_length=129))
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"config\.json is missing"):
         locate(str(tmp_path))

@@ -13,7 +13,7 @@ import torch
 from covey.rollout.embedded import attention, runner
 from covey.types import Completion, Sampling, StopReason
 from tests.conftest import tiny_llama
-from tests.learner.test_forward import family
+from tests.learner.test_forward import LENGTH_ROPES, family, length_rope_model
 from tests.rollout.plain import Request, alone, answers, assert_as_alone, engine_for, letters, passes
 
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15], [5, 6, 7], [3], [20] * 30]
@@ -410,6 +410,28 @@ def test_a_prompt_in_several_chunks_is_the_prompt(name: str, monkeypatch: pytest
     assert max(rows * tokens for rows, tokens in seen) <= 8
     assert [one.token_ids for one in chunked] == [one.token_ids for one in whole]
     assert_as_alone(model, requests, chunked)
+
+
+@pytest.mark.parametrize("name", [*LENGTH_ROPES, "gpt2"])
+def test_padding_has_no_positions_beyond_the_longest_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would change the rotary frequencies of all rows, or be beyond the table of positions."""
+    sizes = {"n_positions": 16, "max_position_embeddings": 16}
+    model = length_rope_model(name) if name in LENGTH_ROPES else family(name, **sizes)
+    monkeypatch.setattr(runner, "PREFILL_TOKENS", 12)
+    requests = [([*p], Sampling(max_tokens=2, seed=s)) for s, p in enumerate((range(3, 17), range(20, 27)))]
+    with passes(model) as seen:
+        done = answers(engine_for(model, eos_ids=[]), requests)
+    assert (2, 6) in seen  # the last token of the first prompt beside all of the second
+    assert_as_alone(model, requests, done)
+
+
+@pytest.mark.parametrize("kind", LENGTH_ROPES)
+def test_answers_end_where_the_frequencies_would_change(kind: str) -> None:
+    model = length_rope_model(kind)
+    requests = [([5, 6, 7], Sampling(max_tokens=30, seed=1)), ([9, 10], Sampling(max_tokens=4, seed=2))]
+    done = answers(engine_for(model, eos_ids=[], context_length=40), requests)
+    assert [len(one.token_ids) for one in done] == [13, 4]
+    assert_as_alone(model, requests, done)
 
 
 def two_turns(model: Any) -> list[Completion]:

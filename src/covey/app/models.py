@@ -275,7 +275,7 @@ def _episodes_in_progress(config: Config) -> int:
 
 
 def _make_vllm(prepared: BuildSpec, policy: Any, log: Path, shared: bool | None) -> RolloutEngine:
-    from covey.models.families import causal_lm
+    from covey.models.families import causal_lm, fixed_rope_length
     from covey.models.image_features import trains_vision
     from covey.rollout.vllm import VisionSettings, VllmEngine, VllmSettings
 
@@ -292,7 +292,7 @@ def _make_vllm(prepared: BuildSpec, policy: Any, log: Path, shared: bool | None)
         dtype=str(policy.get_input_embeddings().weight.dtype).removeprefix("torch."),
         devices=gpus,
         tensor_parallel=rollout.tensor_parallel,
-        context_length=config.model.context_length,
+        context_length=config.model.context_length or fixed_rope_length(source.config),
         max_sequences=rollout.max_sequences,
         memory=rollout.memory,
         eager=rollout.eager,

@@ -28,6 +28,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from covey.models.families import window_of
+
 SDPA, FLASH = "covey_packed", "covey_packed_fast"
 CHUNK = 128  # tokens of answers in one call of scaled_dot_product_attention
 
@@ -160,6 +162,7 @@ def sdpa_attention(
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **rest)
     _state.layers += 1
+    sliding_window = window_of(module, sliding_window)
     chunks = layout.chunks
     sizes = [chunk.length for chunk in chunks]
     queries, keys, values = (x.split(sizes, 2) for x in (query, key, value))

@@ -18,7 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from covey.errors import InputError
 from covey.learner import attention, logprobs
 from covey.learner.packing import Packed
-from covey.models.families import LOGIT_TRANSFORMS, REFUSED, REFUSED_LAYERS, TRAINABLE_LAYERS, causal_lm
+from covey.models.families import (
+    LOGIT_TRANSFORMS,
+    REFUSED,
+    REFUSED_LAYERS,
+    TRAINABLE_LAYERS,
+    causal_lm,
+    fixed_rope_length,
+)
 
 # Columns [M, …], and a function of scaled logits and these columns, both of the same tokens, that returns [M].
 Divergence = tuple[tuple[Tensor, ...], Callable[..., Tensor]]
@@ -29,6 +36,12 @@ def hidden_states(model: Any, packed: Packed) -> Tensor:
     stay open until the backward pass has finished."""
     lm = causal_lm(model)
     check_layers(lm.config)
+    longest = fixed_rope_length(lm.config)
+    if longest is not None and packed.layout.longest_row > longest:
+        raise InputError(
+            f"a row of {packed.layout.longest_row} tokens: {lm.config.model_type} models with these rotary frequencies "
+            f"are trained on rows of at most {longest}\n  longer ones have other frequencies: docs/models.md"
+        )
     backbone = getattr(lm, "base_model", lm)
     attention.select_attention(lm, packed.layout)
     with attention.packed_attention(packed.layout) as state:

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 
 from covey.config.schema import LearnerConfig
 from covey.errors import InputError
-from covey.models.families import COLWISE, REPLICATED, ROWWISE, TENSOR_PARALLEL_STYLES, causal_lm, layers_of
+from covey.models.families import (
+    COLWISE,
+    REPLICATED,
+    ROWWISE,
+    TENSOR_PARALLEL_STYLES,
+    causal_lm,
+    decoder,
+    layers_of,
+)
 from covey.weights.names import is_sharded
 
 
@@ -164,7 +172,7 @@ def apply_tensor_parallel(lm: Any, ranks: Ranks) -> None:
 
     mesh, plan = ranks.mesh["tp"], tensor_parallel_plan(lm.config)
     blocks = {pattern.rpartition(".")[0] for pattern in plan}  # layers.*.self_attn, layers.*.mlp
-    for name, module in lm.base_model.named_modules():
+    for name, module in decoder(lm).named_modules():
         style = style_of(name, plan)
         in_block = any(fnmatchcase(name, f"{block}.*") for block in blocks)
         if style is None and in_block and list(module.parameters(recurse=False)):
@@ -185,9 +193,10 @@ def style_of(name: str, plan: dict[str, str]) -> str | None:
 def partial_gradients(model: Any) -> set[str]:
     """Names of the weights in `model` whose gradient must be summed over the tensor-parallel group."""
     lm = causal_lm(model)
-    plan, prefix = tensor_parallel_plan(lm.config), f"{lm.base_model_prefix}."
-    modules = {name: name.removeprefix(prefix).rpartition(".")[0] for name, _ in model.named_parameters()}
-    return {name for name, module in modules.items() if style_of(module, plan) == REPLICATED}
+    plan, stack = tensor_parallel_plan(lm.config), decoder(lm)
+    norms = [module for name, module in stack.named_modules() if style_of(name, plan) == REPLICATED]
+    weights = {weight for module in norms for weight in module.parameters(recurse=False)}
+    return {name for name, weight in model.named_parameters() if weight in weights}
 
 
 # -- Sharding (torch's FSDP2) ------------------------------------------------------------------------------------------
@@ -281,7 +290,7 @@ def shard_model(model: Any, ranks: Ranks, *, offload: bool = False) -> None:
         "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None),
         "offload_policy": CPUOffloadPolicy() if offload and on_gpu else OffloadPolicy(),
     }
-    for layer in layers_of(causal_lm(model).base_model):
+    for layer in layers_of(decoder(causal_lm(model))):
         fully_shard(layer, **settings)
     root: Any = FsdpRoot(model)
     fully_shard(root, **settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def with_new_adapter(model: Any, config: ModelConfig, seed: int, revision: str |
         r=config.lora.rank,
         lora_alpha=config.lora.alpha,
         target_modules=config.lora.target_modules,
-        exclude_modules=_other_part(model.config, config.lora.part),
+        exclude_modules=_without_adapter(model, config.lora.part),
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
         revision=revision,  # of the base model, which is recorded with the adapter
@@ -89,13 +90,16 @@ def with_new_adapter(model: Any, config: ModelConfig, seed: int, revision: str |
     return peft.get_peft_model(model, lora)
 
 
-def _other_part(model_config: Any, part: str) -> str | None:
-    """A pattern of the modules without an adapter, in a vision-language model."""
-    family = vision_family(model_config)
-    if family is None or part == "both":
-        return None
-    names = family.tower if part == "language" else (family.language,)
-    return rf"(.*\.)?({'|'.join(names)})\..*"
+def _without_adapter(model: Any, part: str) -> str | None:
+    """A pattern of the modules without an adapter: the other part of a vision-language model, and routers that peft
+    takes for linear layers, though they return the chosen experts (Phi-3.5-MoE)."""
+    linear = ((name, type(module).__name__) for name, module in model.named_modules() if hasattr(module, "in_features"))
+    patterns = [re.escape(name) for name, kind in linear if kind.endswith("Router")]
+    family = vision_family(model.config)
+    if family is not None and part != "both":
+        names = family.tower if part == "language" else (family.language,)
+        patterns.append(rf"(.*\.)?({'|'.join(names)})\..*")
+    return "|".join(patterns) or None
 
 
 def with_saved_adapter(model: Any, folder: Path) -> Any:

@@ -91,9 +91,8 @@ def causal_lm(model: Any) -> Any:
 
 
 def decoder(lm: Any) -> Any:
-    """The language model, without the output matrix."""
-    family = vision_family(lm.config)
-    return lm.base_model if family is None else getattr(lm.base_model, family.language)
+    """The language model, without the output matrix and the vision tower."""
+    return lm.get_decoder()
 
 
 def layers_of(stack: Any) -> list[Any]:
@@ -112,13 +111,29 @@ _RECURRENT = (
 _LATENT = "its keys and values have different sizes (latent attention), and the engine's cache has one"
 _SINKS = "its attention has sinks, a term of the softmax that Covey's attention does not compute"
 _DIFFERENCE = "each layer computes attention twice with other values, and the engine's cache has one set of values"
+_ENCODER = "it is an encoder, whose tokens attend to later ones"
+_POSITIONS = "it counts positions by itself, which gives packed rows wrong ones"
+_HEAD_SIZES = "the heads of its layers have different sizes, and the engine's cache has one"
+_CROSS = "some of its layers attend to images, which Covey does not pass to them"
+_LOOPS = "each token passes the same layers several times, and the engine's cache has one entry of a token per layer"
+_COMPUTED_MASK = "its attention has a mask that is computed from its values, which Covey's attention does not do"
+_HEAD = "more layers follow its last hidden states before the output matrix, and Covey's log-probs skip them"
 
 # Model types that cannot be trained, with the reason.
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma"), _RECURRENT),
     **dict.fromkeys(("jamba", "bamba", "zamba", "zamba2", "falcon_h1", "granitemoehybrid", "nemotron_h"), _RECURRENT),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash"), _LATENT),
+    **dict.fromkeys(("axk1", "glm4_moe_lite", "youtu"), _LATENT),
+    **dict.fromkeys(("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta"), _ENCODER),
+    **dict.fromkeys(("roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod"), _ENCODER),
+    **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"), _POSITIONS),
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _HEAD_SIZES),
+    **dict.fromkeys(("mllama", "mllama_text_model"), _CROSS),
     "diffllama": _DIFFERENCE,
+    "doge": _COMPUTED_MASK,
+    "hrm_text": _LOOPS,
+    "modernbert-decoder": _HEAD,
     "gpt_oss": _SINKS,
 }
 
@@ -135,6 +150,33 @@ TOOL_CALLS = {name: family.tool_calls for family in FAMILIES if family.tool_call
 
 # `layer_types` of a configuration that packed training supports.
 TRAINABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+
+def window_of(layer: Any, given: int | None) -> int | None:
+    """The sliding window of an attention layer. Two families mask by it, but do not pass it to their attention."""
+    match type(layer).__name__:
+        case "Qwen2MoeAttention":
+            return getattr(layer, "sliding_window", None)
+        case "PhimoeAttention":
+            return layer.config.sliding_window
+    return given
+
+
+def fixed_rope_length(config: Any) -> int | None:
+    """The longest row that a model with longrope or dynamic rotary frequencies reads with those of short rows. A longer
+    one has others for all of its tokens, which rows of one pass cannot have, nor tokens that the cache holds already.
+    None: the frequencies do not depend on the length."""
+    text_config = config.get_text_config(decoder=True)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    limits = []
+    for one in [rope] if "rope_type" in rope else rope.values():  # of all layers, or by their type
+        kind = one.get("rope_type", "") if isinstance(one, Mapping) else ""
+        if kind == "longrope":
+            limits.append(one["original_max_position_embeddings"])
+        elif "dynamic" in kind:
+            limits.append(text_config.max_position_embeddings)
+    return min(limits, default=None)
+
 
 # Transforms of the logits, by the setting of a configuration that turns them on. Applied in this order.
 LOGIT_TRANSFORMS: Mapping[str, Callable[[Any, float], Any]] = {

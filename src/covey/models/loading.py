@@ -20,7 +20,7 @@ from covey.errors import Absent, InputError, nearest, unknown
 from covey.memory import disable_cudnn_attention, keep_freed_memory
 from covey.models.adapters import adapter_base, check_adapter_fits, with_new_adapter, with_saved_adapter
 from covey.models.builtin import BUILTIN, builtin_folder, keep_compiled_code
-from covey.models.families import auto_model, causal_lm, vision_family
+from covey.models.families import auto_model, causal_lm, fixed_rope_length, vision_family
 from covey.models.folder import (
     MAIN,
     check_buildable,
@@ -54,7 +54,8 @@ class ModelSource:
 
     @property
     def context_length(self) -> int | None:
-        return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        longest = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return fixed_rope_length(self.config) or longest
 
     def eos_ids(self) -> tuple[int, ...]:
         """All ids that end an answer: the tokenizer's, and those of the model's generation settings."""
@@ -135,6 +136,12 @@ def open_source(config: ModelConfig, revision: str | None = None, *, headless: b
         revision = _commit(path, revision or named)
     model_config = read_config(config.name, path, revision=revision, trusted=trusted)
     tokenizer = read_tokenizer(config.name, path, model_config, revision=revision, trusted=trusted)
+    longest = fixed_rope_length(model_config)
+    if longest is not None and (config.context_length or 0) > longest:
+        raise InputError(
+            f"model.context_length={config.context_length}: {config.name} reads rows of more than {longest} tokens "
+            f"with other rotary frequencies, which is not supported\n  use model.context_length={longest} or less"
+        )
     auto = auto_model(model_config)  # slow: only once the model is found
     if Path(path).is_dir():
         folder = Path(path)

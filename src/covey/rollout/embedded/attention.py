@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from covey.models.families import causal_lm
+from covey.models.families import causal_lm, window_of
 
 NAME = "covey_engine"
 
@@ -52,7 +52,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     assert softcap is None, "models with a soft cap are rejected when they are loaded"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return current_step().attend(module.layer_idx, query, key, value, scale, sliding_window), None
+    window = window_of(module, sliding_window)
+    return current_step().attend(module.layer_idx, query, key, value, scale, window), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attend)

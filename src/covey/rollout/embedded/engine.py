@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from covey.models.families import fixed_rope_length
 from covey.protocols import Metrics
 from covey.rollout.embedded.cpu_batch import RowBatch
 from covey.rollout.embedded.images import FeatureCache
@@ -64,7 +65,8 @@ class EmbeddedEngine:
         self.decode = decode
         self.max_sequences = max_sequences
         self.kept_sequences = kept_sequences
-        self.context_length = context_length
+        lengths = [length for length in (context_length, fixed_rope_length(model.config)) if length is not None]
+        self.context_length = min(lengths, default=None)
         self.memory = memory
         self.eager = eager
         self.compiled = compiled

@@ -189,7 +189,9 @@ class Runner:
             if any(row.images for row in rows):
                 prefill_with_images(self.model, rows, starts, lengths, ids_BQ.to(device))
             else:
-                backbone(self.model)(input_ids=ids_BQ.to(device), position_ids=step.position_BQ, use_cache=False)
+                # Positions of padding must not be beyond the longest row.
+                position_BQ = torch.minimum(step.position_BQ, step.end_B[:, None] - 1)
+                backbone(self.model)(input_ids=ids_BQ.to(device), position_ids=position_BQ, use_cache=False)
 
     # -- one token -----------------------------------------------------------------------------------------------
 
