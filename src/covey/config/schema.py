@@ -377,10 +377,10 @@ class ModeConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, "mode.")
-        if self.name == "async" and self.max_staleness < max(self.publish_every, self.max_uses) - 1:
+        if self.name == "async" and self.max_staleness < (older := self.publish_every - 1 + self.max_uses - 1):
             raise InputError(
                 f"mode.max_staleness={self.max_staleness} is too short for mode.publish_every={self.publish_every} and "
-                f"mode.max_uses={self.max_uses}\n  both make samples older: max_staleness must be at least one less"
+                f"mode.max_uses={self.max_uses}\n  both make samples older: mode.max_staleness must be at least {older}"
             )
         _one_of("mode.update", self.update, ("in_flight", "drain"))
 

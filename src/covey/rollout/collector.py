@@ -219,9 +219,11 @@ class TrainingSource:
             raw += await self._collect(fresh, ("train", self.step, "refill", rounds))
         return replace(self._collected(raw, target, rounds), opponent=opponent)
 
-    def _collected(self, raw: Sequence[Group], target: int, refills: int) -> Collected:
-        """Sort the sampled groups, and count failures and cut-off episodes."""
-        with_signal, zero_variance = self._sort(raw)
+    def _collected(self, raw: Sequence[Group], target: int, refills: int, reused: Sequence[Group] = ()) -> Collected:
+        """Sort the sampled groups, and count failures and cut-off episodes. `reused`: groups of earlier steps, which
+        were sorted and counted there."""
+        fresh, zero_variance = self._sort(raw)
+        dropped, with_signal = len(raw) - len(fresh) - len(zero_variance), [*fresh, *reused]
         failed = [e.failure for g in raw for e in _all_episodes(g) if e.failure]
         failures = Counter(failure.cause for failure in failed)
         examples = {failure.cause: failure.message for failure in reversed(failed)}  # the first of each
@@ -230,7 +232,6 @@ class TrainingSource:
             raise NothingCompleted(_diagnosis(raw, failures, examples))
         if not with_signal:  # a step without signal is better than no step
             with_signal, zero_variance = zero_variance[:target], zero_variance[target:]
-        dropped = len(raw) - len(with_signal) - len(zero_variance)
         self.taken = tuple(group.task for group in with_signal)
         return Collected(
             tuple(with_signal),
@@ -240,6 +241,7 @@ class TrainingSource:
             examples,
             dropped,
             attempts=sum(len(_all_episodes(group)) for group in raw),
+            reused=len(reused),
             cut=dict(cut),
             curriculum=self.curriculum.observe(self.step, raw) if self.curriculum else {},
         )
