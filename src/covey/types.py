@@ -226,6 +226,11 @@ class Episode:
         outcome = table["reward"] if "reward" in table else sum(values) if values else None
         return outcome if not self.turn_rewards else (outcome or 0.0) + sum(self.turn_rewards)
 
+    @property
+    def counts_reported(self) -> bool:
+        """Whether what was reported counts: false if a condition (`reward.only_if`) of the reward `given` failed."""
+        return self.rewards.get("given/only_if", 1.0) == 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

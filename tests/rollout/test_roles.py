@@ -171,6 +171,27 @@ def test_a_condition_holds_for_every_role() -> None:
     assert samples.turns is not None and not samples.turns.reward_K.nan_to_num(nan=0.0).any()
 
 
+def test_a_failed_condition_takes_the_rewards_of_a_zero_sum_game() -> None:
+    """The sum of the rewards is 0 with and without the condition."""
+    settings: dict[str, Any] = {"names": ["given", "length"], "only_if": {"given": "length>=1e9"}}
+    episode = with_scores(game(1, -1), **settings)
+    assert (episode.rewards["given/first"], episode.rewards["given/second"]) == (0, 0)
+    moves = with_scores(game(1, -2, reward=1.0), **settings)
+    samples = to_samples(collected([episode, moves]), {"given": 1.0}, turns=True)
+    assert not samples.total_reward().any()
+    assert samples.turns is not None and not samples.turns.reward_K.nan_to_num(nan=0.0).any()
+
+
+def test_without_roles_a_failed_condition_takes_turn_rewards_that_cancel_the_outcome() -> None:
+    turns = turn(None, [1], [5], reward=1.0), turn(None, [2], [6], reward=None)
+    played = Episode(TASK, turns, (), given={"reward": -1.0})
+    for least, expected in (("1e9", [0, 0]), ("0", [1, 0])):
+        episode = with_scores(played, ["given", "length"], only_if={"given": f"length>={least}"})
+        assert episode.rewards["given"] == 0
+        samples = to_samples(collected([episode]), {"given": 1.0}, turns=True)
+        assert samples.turns is not None and samples.turns.reward_K.nan_to_num(nan=0.0).tolist() == expected
+
+
 def test_a_reward_function_names_roles() -> None:
     @covey.reward
     def mine(episode: Episode) -> dict[str, float]:

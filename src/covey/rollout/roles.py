@@ -59,12 +59,9 @@ def is_trained(view: Episode, weights: Collection[str]) -> bool:
 def role_view(episode: Episode, role: str, weights: Collection[str]) -> Episode:
     """The episode as this role sees it: its turns, and its rewards where it has some of its own."""
     turns = tuple(turn for turn in episode.turns if turn.role == role)
-    rewards = {name: episode.rewards.get(f"{name}/{role}", episode.rewards.get(name)) for name in weights}
-    view = replace(episode, turns=turns, rewards=rewards)
-    if "given" not in rewards or f"given/{role}" not in episode.rewards:
+    own = {name: episode.rewards.get(f"{name}/{role}", episode.rewards.get(name)) for name in weights}
+    view = replace(episode, turns=turns, rewards={**episode.rewards, **own})
+    if "given" not in own or f"given/{role}" not in episode.rewards or not episode.counts_reported:
         return view
-    # A role receives its turns' rewards on top of its own outcome, unless a condition failed and it has nothing.
-    view = replace(view, given={"reward": rewards["given"]})
-    if episode.rewards["given"] != episode.reported:
-        return view
-    return replace(view, rewards=rewards | {"given": view.reported})
+    view = replace(view, given={"reward": own["given"]})
+    return replace(view, rewards={**view.rewards, "given": view.reported})  # with the rewards of its turns

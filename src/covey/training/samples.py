@@ -110,9 +110,8 @@ def _state(turn: Turn) -> str | tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 def _turn_rewards(episode: Episode) -> list[float]:
-    """The reward that each turn received, NaN if none; 0 if the score `given` is not what was received: a condition
-    (`reward.only_if`) failed."""
-    counts = episode.rewards.get("given") == episode.reported
+    """The reward that each turn received, NaN if none; 0 if rewards of the episode do not count."""
+    counts = episode.counts_reported
     return [math.nan if turn.reward is None else turn.reward * counts for turn in episode.turns]
 
 
