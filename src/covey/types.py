@@ -328,6 +328,7 @@ class Samples:
     unfiltered: Unfiltered | None = None  # set if groups were filtered out
     turns: Turns | None = None  # if the algorithm reads them
     roles: tuple[tuple[int, str], ...] = ()  # if rewards name roles: the step's episode and the role of each of the N
+    task_N: Tensor | None = None  # int64, if rewards name roles: the task of each of the N, 0, 1, … in order
     temperature: float = 1.0
     max_tokens: int = 1  # limit of a completion
 
@@ -338,6 +339,10 @@ class Samples:
     @property
     def groups(self) -> int:
         return int(self.group_N.max()) + 1 if len(self.group_N) else 0
+
+    def tasks(self) -> Tensor:
+        """The task of each episode, [N]: its group, or that of all roles' groups."""
+        return self.group_N if self.task_N is None else self.task_N
 
     def lengths(self) -> Tensor:
         """Sampled tokens of each episode, [N]."""

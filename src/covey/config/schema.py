@@ -230,7 +230,7 @@ class LearnerConfig:
     eps: PositiveShare = 1e-8  # AdamW
     grad_clip: Cap = 1.0  # largest gradient norm; 0: no clipping
     epochs: Few = 1  # passes over each step's samples
-    mini_batch_size: Episodes | None = None  # groups per optimiser step; null: all groups of the step
+    mini_batch_size: Episodes | None = None  # tasks (groups) per optimiser step; null: all of the step
     micro_batch_tokens: BatchTokens | None = None  # per forward pass; null: as many as fit; on a CPU at most 8192
     micro_batch_size: Episodes | None = None  # most episodes per forward pass; null: limited by tokens only
     entropy_coef: Weight = 0.0  # entropy bonus per token

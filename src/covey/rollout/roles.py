@@ -17,20 +17,21 @@ from covey.errors import InputError
 from covey.types import Episode, Group
 
 
-def names_roles(groups: Sequence[Group], weights: Collection[str]) -> bool:
-    """Whether a reward that is trained on names a role of some episode."""
+def names_roles(groups: Sequence[Group], weights: Mapping[str, float]) -> bool:
+    """Whether a reward that is trained on, whose weight is not 0, names a role of some episode."""
     return any(
         f"{name}/{role}" in episode.rewards
         for group in groups
         for episode in group.episodes
         for role in episode.roles
-        for name in weights
+        for name, weight in weights.items()
+        if weight != 0
     )
 
 
 def split_roles(groups: Sequence[Group], weights: Mapping[str, float]) -> tuple[list[Group], list[tuple[int, str]]]:
     """A group for each task and role, and for each of their episodes its number among those of `groups`, and the role.
-    Roles without a trained turn or without any score are skipped."""
+    Roles without a trained turn, or without any score that is trained on, are skipped."""
     split: list[Group] = []
     owners: list[tuple[int, str]] = []
     first = 0
@@ -51,8 +52,8 @@ def split_roles(groups: Sequence[Group], weights: Mapping[str, float]) -> tuple[
     return split, owners
 
 
-def is_trained(view: Episode, weights: Collection[str]) -> bool:
-    scored = any(view.rewards.get(name) is not None for name in weights)
+def is_trained(view: Episode, weights: Mapping[str, float]) -> bool:
+    scored = any(view.rewards.get(name) is not None for name, weight in weights.items() if weight != 0)
     return scored and any(turn.trained for turn in view.turns)
 
 
