@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from covey.agents.resolve import FunctionAgent
@@ -21,6 +22,8 @@ from covey.rollout.asynchronous import (
     ReplayedGroup,
     Window,
     fresh_groups,
+    group_from_json,
+    group_to_json,
     oldest_version,
 )
 from covey.rollout.collector import Refill
@@ -348,6 +351,14 @@ def test_a_checkpoint_keeps_complete_groups_and_restarts_the_others() -> None:
 
 
 # -- Replay buffer -----------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_numpy_are_stored_as_numbers() -> None:
+    """An environment computes its rewards with NumPy: `covey.Done(reward={"reward": np.float32(0.5), ...})`."""
+    reported = {"reward": np.float32(0.5), "moves": np.int64(3), "won": True, "unknown": None}
+    stored = json.loads(json.dumps(group_to_json(Group(TASKS[0], (Episode(TASKS[0], (), (), given=reported),)))))
+    (episode,) = group_from_json(TASKS[0], stored).episodes
+    assert episode.given == {"reward": 0.5, "moves": 3, "won": True, "unknown": None}
 
 
 def group(number: int, *versions: int) -> Group:

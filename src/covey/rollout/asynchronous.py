@@ -30,6 +30,7 @@ import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import Any
 
 from covey.images import has_images, is_image
@@ -316,7 +317,8 @@ def _to_json(episode: Episode, images: dict[str, str]) -> dict[str, Any]:
 
 
 def _plain(value: Any, images: dict[str, str]) -> Any:
-    """Dataclasses as dictionaries. An image becomes its hash, and its bytes go to `images`."""
+    """Dataclasses as dictionaries, numbers of NumPy as Python's. An image becomes its hash, and its bytes go to
+    `images`."""
     if isinstance(value, Image):
         images[value.digest] = base64.b64encode(value.data).decode()
         return {DIGEST: value.digest}
@@ -326,6 +328,8 @@ def _plain(value: Any, images: dict[str, str]) -> Any:
         return {key: _plain(one, images) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(one, images) for one in value]
+    if isinstance(value, Real) and not isinstance(value, int | float):
+        return int(value) if isinstance(value, Integral) else float(value)
     return value
 
 
