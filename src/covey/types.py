@@ -226,6 +226,17 @@ class Episode:
         outcome = table["reward"] if "reward" in table else sum(values) if values else None
         return outcome if not self.turn_rewards else (outcome or 0.0) + sum(self.turn_rewards)
 
+    def outcomes(self, reward: str) -> dict[str | None, float]:
+        """What the policy achieved by a reward: its score, under None. If that is only the sum of the scores of roles,
+        which may cancel, the score of each trained role."""
+        score = self.rewards.get(reward)
+        own = {role: s for role in self.roles if (s := self.rewards.get(f"{reward}/{role}")) is not None}
+        turns = self.turn_rewards if reward == "given" else []
+        trained = {turn.role for turn in self.turns if turn.trained} & own.keys()
+        if trained and score == sum(own.values()) + sum(turns):
+            return {role: own[role] for role in own if role in trained}
+        return {} if score is None else {None: score}
+
     @property
     def counts_reported(self) -> bool:
         """Whether what was reported counts: false if a condition (`reward.only_if`) of the reward `given` failed."""

@@ -369,8 +369,8 @@ class Run:
         """Write a checkpoint. `planned`: due by the settings, not because of a time limit or SIGTERM. Only planned
         checkpoints can be the best one, so that it does not depend on interruptions."""
         done = self.done
-        if planned and self.evaluations and self.evaluations[-1][0] == done:
-            self.best = best_of(self.best, done, self.evaluations[-1][1].get("eval/accuracy", 0.0))
+        if planned and self._is_evaluated() and (value := self.evaluations[-1][1].get("eval/accuracy")) is not None:
+            self.best = best_of(self.best, done, value)
         metrics_offset, episodes_offset = self.telemetry.offsets()
         state = {
             "metrics_offset": metrics_offset,
