@@ -211,6 +211,15 @@ def test_without_roles_a_failed_condition_takes_turn_rewards_that_cancel_the_out
         assert samples.turns is not None and samples.turns.reward_K.nan_to_num(nan=0.0).tolist() == expected
 
 
+def test_a_role_is_not_truncated_because_another_was_cut_off() -> None:
+    cut = replace(with_scores(game(1, -1)), stop=StopReason.LENGTH)
+    second = replace(cut, turns=(cut.turns[0], replace(cut.turns[1], stop=StopReason.LENGTH)))
+    samples = to_samples(collected([second, cut]), {"given": 1.0})
+    assert samples.roles == ((0, "first"), (1, "first"), (0, "second"), (1, "second"))
+    # In the second attempt no turn was cut off: there was no room for a further one, and its role is unknown.
+    assert samples.truncated_N.tolist() == [False, True, True, True]
+
+
 def test_a_reward_function_names_roles() -> None:
     @covey.reward
     def mine(episode: Episode) -> dict[str, float]:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from covey.errors import InputError
-from covey.types import Episode, Group
+from covey.types import Episode, Group, StopReason
 
 
 def names_roles(groups: Sequence[Group], weights: Mapping[str, float]) -> bool:
@@ -58,10 +58,14 @@ def is_trained(view: Episode, weights: Mapping[str, float]) -> bool:
 
 
 def role_view(episode: Episode, role: str, weights: Collection[str]) -> Episode:
-    """The episode as this role sees it: its turns, and its rewards where it has some of its own."""
-    turns = tuple(turn for turn in episode.turns if turn.role == role)
+    """The episode as this role sees it: its turns, and its rewards where it has some of its own. It is cut off if that
+    happened to one of its turns, or if no turn was cut off."""
+    turns, stop = tuple(turn for turn in episode.turns if turn.role == role), episode.stop
+    cut = {turn.role for turn in episode.turns if turn.stop is StopReason.LENGTH}
+    if turns and stop is StopReason.LENGTH and cut and role not in cut:
+        stop = turns[-1].stop
     own = {name: episode.rewards.get(f"{name}/{role}", episode.rewards.get(name)) for name in weights}
-    view = replace(episode, turns=turns, rewards={**episode.rewards, **own})
+    view = replace(episode, turns=turns, stop=stop, rewards={**episode.rewards, **own})
     if "given" not in own or f"given/{role}" not in episode.rewards or not episode.counts_reported:
         return view
     view = replace(view, given={"reward": own["given"]})
