@@ -189,6 +189,10 @@ class RewardSet:
         return tuple(function.name for function in self.functions)
 
     @property
+    def trained(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if self.weights[name] != 0) or self.names
+
+    @property
     def columns(self) -> frozenset[str]:
         """The names of task columns that a reward may read."""
         names = (name for function in self.functions for name in (*function.required, *function.optional))

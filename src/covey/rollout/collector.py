@@ -250,7 +250,7 @@ class TrainingSource:
         raw = await self.collector.groups(
             tasks, self.attempts, self.sampling, stream, greedy_baseline=self.greedy_baseline
         )
-        names = self.collector.reward.names
+        names = self.collector.reward.trained
         return [
             replace(
                 g,
@@ -307,15 +307,15 @@ def _all_episodes(group: Group) -> tuple[Episode, ...]:
 
 
 def unscored_is_failed(episode: Episode, names: Collection[str]) -> Episode:
-    """An episode without any score counts as failed, not as 0. `names`: the rewards; a table may have other entries,
-    which are not scores."""
+    """An episode without any score counts as failed, not as 0. `names`: the rewards that count; a table may have other
+    entries, such as measurements."""
     if episode.failure is not None or any(episode.rewards.get(name) is not None for name in names):
         return episode
     if episode.cut_by is not None:
         return replace(
             episode, failure=Failure("truncated", f"cut off by {limit_name(episode.cut_by)}, and not scored")
         )
-    return replace(episode, failure=Failure("unscored", "every reward returned None"))
+    return replace(episode, failure=Failure("unscored", "every reward that counts returned None"))
 
 
 def limit_name(cut_by: str) -> str:
