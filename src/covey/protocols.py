@@ -326,6 +326,11 @@ class Reward(Protocol):
     def names(self) -> tuple[str, ...]: ...
 
     @property
+    def trained(self) -> tuple[str, ...]:
+        """The rewards whose weight is not 0; all, if there are none."""
+        ...
+
+    @property
     def groupwise(self) -> bool:
         """True if a reward compares the attempts at a task, so that they are scored together."""
         ...

@@ -226,6 +226,22 @@ class Episode:
         outcome = table["reward"] if "reward" in table else sum(values) if values else None
         return outcome if not self.turn_rewards else (outcome or 0.0) + sum(self.turn_rewards)
 
+    def outcomes(self, reward: str) -> dict[str | None, float]:
+        """What the policy achieved by a reward: its score, under None. If that is only the sum of the scores of roles,
+        which may cancel, the score of each trained role."""
+        score = self.rewards.get(reward)
+        own = {role: s for role in self.roles if (s := self.rewards.get(f"{reward}/{role}")) is not None}
+        turns = self.turn_rewards if reward == "given" else []
+        trained = {turn.role for turn in self.turns if turn.trained} & own.keys()
+        if trained and score == sum(own.values()) + sum(turns):
+            return {role: own[role] for role in own if role in trained}
+        return {} if score is None else {None: score}
+
+    @property
+    def counts_reported(self) -> bool:
+        """Whether what was reported counts: false if a condition (`reward.only_if`) of the reward `given` failed."""
+        return self.rewards.get("given/only_if", 1.0) == 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -323,6 +339,7 @@ class Samples:
     unfiltered: Unfiltered | None = None  # set if groups were filtered out
     turns: Turns | None = None  # if the algorithm reads them
     roles: tuple[tuple[int, str], ...] = ()  # if rewards name roles: the step's episode and the role of each of the N
+    task_N: Tensor | None = None  # int64, if rewards name roles: the task of each of the N, 0, 1, … in order
     temperature: float = 1.0
     max_tokens: int = 1  # limit of a completion
 
@@ -333,6 +350,10 @@ class Samples:
     @property
     def groups(self) -> int:
         return int(self.group_N.max()) + 1 if len(self.group_N) else 0
+
+    def tasks(self) -> Tensor:
+        """The task of each episode, [N]: its group, or that of all roles' groups."""
+        return self.group_N if self.task_N is None else self.task_N
 
     def lengths(self) -> Tensor:
         """Sampled tokens of each episode, [N]."""

@@ -87,6 +87,8 @@ def test_missing_rewards_do_not_count() -> None:
     group = torch.tensor([0, 0, 0, 1, 1, 2])
     found = Dgdo().instability(tensor(1, NAN, 3, 5, NAN, NAN), group)
     assert found == Dgdo().instability(tensor(1, 3, 5), torch.tensor([0, 0, 1]))
+    later = Dgdo().instability(tensor(NAN, NAN, NAN, 1, 3, 5), torch.tensor([0, 0, 1, 2, 2, 3]))
+    assert later == found  # whole groups are missing
     assert Dgdo().instability(tensor(NAN), torch.tensor([0])) == {"mu": 0.0, "sigma": 0.0, "instability": 0.0}
 
 

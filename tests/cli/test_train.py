@@ -13,7 +13,17 @@ import pytest
 from covey.app.checks import unused_settings
 from covey.app.parts import find_tasks
 from covey.cli.main import main
-from covey.config.schema import AgentConfig, Config, DataConfig, LoraConfig, ModelConfig
+from covey.config.schema import (
+    AgentConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LearnerConfig,
+    LoraConfig,
+    ModeConfig,
+    ModelConfig,
+    RolloutConfig,
+)
 from covey.imports import install_extra
 from covey.tasks import load_tasks
 from covey.telemetry.key_metrics import is_machine_dependent
@@ -314,13 +324,40 @@ def test_ctrl_c_in_the_midst_of_a_librarys_work_is_an_interruption(
         ({"model": ModelConfig(freeze_vision=False)}, "model.freeze_vision has no effect: m reads text only"),
         ({"agent": AgentConfig(train_modules=["verifier"])}, "agent.train_modules has no effect with agent=chat"),
         ({"agent": AgentConfig(environment="x")}, "agent.environment has no effect with agent=chat"),
+        ({"agent": AgentConfig(command="python a.py")}, "agent.command has no effect with agent=chat"),
+        ({"agent": AgentConfig(keep_images=2)}, "agent.keep_images has no effect: m reads text only"),
+        ({"mode": ModeConfig(max_uses=2)}, "mode.max_uses has no effect with mode=sync"),
+        ({"mode": ModeConfig(max_staleness=2)}, "mode.max_staleness has no effect with mode=sync"),
+        ({"mode": ModeConfig(publish_every=2)}, "mode.publish_every has no effect with mode=sync"),
+        ({"mode": ModeConfig(update="drain")}, "mode.update has no effect with mode=sync"),
+        ({"eval": EvalConfig(n=4)}, "eval.n has no effect with eval.modes=[greedy]"),
+        ({"eval": EvalConfig(temperature=0.5)}, "eval.temperature has no effect with eval.modes=[greedy]"),
+        ({"learner": LearnerConfig(min_lr_ratio=0.1)}, "learner.min_lr_ratio has no effect with learner.schedule=cons"),
     ],
 )
 def test_settings_that_nothing_reads_are_warned_of(settings: dict[str, Any], said: str) -> None:
     text_model: Any = SimpleNamespace(name="m", vision=None)
-    (warning,) = unused_settings(Config(**settings), text_model)
+    (warning,) = unused_settings(Config(**settings), text_model, ())
     assert warning.startswith(said)
-    assert unused_settings(Config(), text_model) == []
+
+
+def test_settings_that_are_read_are_not_warned_of() -> None:
+    vision_model: Any = SimpleNamespace(name="m", vision=object())
+    config = Config(
+        agent=AgentConfig(name="gateway", command="python a.py", keep_images=2),
+        mode=ModeConfig(name="async", max_staleness=3, max_uses=2, publish_every=2, update="drain"),
+        eval=EvalConfig(modes=["greedy", "sampled"], n=4, temperature=0.5, top_p=0.9, top_k=5),
+        learner=LearnerConfig(schedule="cosine", min_lr_ratio=0.1),
+    )
+    assert unused_settings(config, vision_model, ("mode.update=drain",)) == []
+    assert unused_settings(Config(), None, ()) == []
+
+
+def test_weights_change_between_the_answers_of_vllm() -> None:
+    config = Config(mode=ModeConfig(name="async"), rollout=RolloutConfig(name="vllm"))
+    assert unused_settings(config, None, ()) == []
+    (warning,) = unused_settings(config, None, ("mode=async", "mode.update=in_flight"))
+    assert warning.startswith("mode.update=in_flight has no effect with rollout=vllm")
 
 
 def test_roles_of_a_coroutine_are_refused(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

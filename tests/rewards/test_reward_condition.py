@@ -33,15 +33,15 @@ def score(reply: str, rewards: list[Any], **only_if: str) -> dict[str, float | N
 
 
 def test_brevity_counts_only_in_a_right_answer() -> None:
-    assert score("4", [right, short], short="right") == {"right": 1.0, "short": 0.9}
-    assert score("5", [right, short], short="right") == {"right": 0.0, "short": 0.0}
+    assert score("4", [right, short], short="right") == {"right": 1.0, "short": 0.9, "short/only_if": 1.0}
+    assert score("5", [right, short], short="right") == {"right": 0.0, "short": 0.0, "short/only_if": 0.0}
     assert score("5", [right, short]) == {"right": 0.0, "short": 0.9}
 
 
 def test_in_python_it_is_a_wrapper_and_leaves_the_function_alone() -> None:
     for wrapped in (covey.only_if(short, right), covey.only_if(short, "right")):
-        assert score("4", [right, wrapped]) == {"right": 1.0, "short": 0.9}
-        assert score("5", [right, wrapped]) == {"right": 0.0, "short": 0.0}
+        assert score("4", [right, wrapped]) == {"right": 1.0, "short": 0.9, "short/only_if": 1.0}
+        assert score("5", [right, wrapped]) == {"right": 0.0, "short": 0.0, "short/only_if": 0.0}
     assert score("5", [right, short])["short"] == 0.9
 
 
@@ -52,12 +52,13 @@ def test_a_bar_to_reach() -> None:
 
 
 def test_an_unscored_condition_leaves_the_reward_unscored() -> None:
-    assert score("?", [right, short], short="right") == {"right": None, "short": None}
+    assert score("?", [right, short], short="right") == {"right": None, "short": None, "short/only_if": None}
 
 
 def test_conditions_look_at_scores_as_given_so_their_order_does_not_matter() -> None:
     chain = {"short": "close", "close": "right"}
-    assert score("55", [right, close, short], **chain) == {"right": 0.0, "close": 0.0, "short": 0.8}
+    scores = score("55", [right, close, short], **chain)
+    assert {name: scores[name] for name in ("right", "close", "short")} == {"right": 0.0, "close": 0.0, "short": 0.8}
 
 
 def test_it_works_for_async_and_named_rewards() -> None:
@@ -65,7 +66,7 @@ def test_it_works_for_async_and_named_rewards() -> None:
     async def of_its_own(final_answer: str) -> float:
         return short(final_answer)
 
-    assert score("5", [right, covey.only_if(of_its_own, right)]) == {"right": 0.0, "brief": 0.0}
+    assert score("5", [right, covey.only_if(of_its_own, right)]) == {"right": 0.0, "brief": 0.0, "brief/only_if": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -8,21 +8,26 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from covey.agents.resolve import FunctionAgent
-from covey.errors import InputError
+from covey.errors import InputError, RunFailed
 from covey.rollout.asynchronous import (
     BackgroundSource,
     ReplayBuffer,
     ReplayedGroup,
     Window,
     fresh_groups,
+    group_from_json,
+    group_to_json,
     oldest_version,
 )
-from covey.types import Episode, Group, Sampling, StopReason, Task, Turn
+from covey.rollout.collector import Refill
+from covey.types import Collected, Episode, Group, Sampling, StopReason, Task, Turn
 from tests.rollout.test_collector import TASKS, collector, parity
 
 # -- Window ------------------------------------------------------------------------------------------------------------
@@ -207,14 +212,83 @@ def test_two_groups_of_one_task_in_a_step_are_both_kept() -> None:
     asyncio.run(run())
 
 
+async def quick_steps(steps: int, reward: Any, *, uses: int, lead: int, **parts: Any) -> list[Collected]:
+    """The steps of a source whose groups all complete before the next step: two new groups of two attempts each."""
+    made = collector(reward)
+    answer, made.engine.version = made.engine.generate, 0
+
+    async def generate(token_ids: Any, sampling: Sampling) -> Any:
+        completion = await answer(token_ids, sampling)
+        return replace(completion, versions=(made.engine.version,) * len(completion.token_ids))
+
+    made.engine.generate = generate  # type: ignore[method-assign]
+    tasks = [Task(f"t{n}", ({"role": "user", "content": f"q{n}"},)) for n in range(2 * steps)]
+    replay = ReplayBuffer(2 * uses, uses, lead, seed=0)
+    source = BackgroundSource(
+        made, lambda step: tasks[2 * step : 2 * step + 2], lead=lead, steps=steps, replay=replay, **PARTS, **parts
+    )
+    found = []
+    for step in range(steps):
+        found.append(await source.next())
+        while source._jobs:
+            await asyncio.sleep(0)
+        made.engine.version = step + 1
+        source.policy_updated(step + 1)
+    return found
+
+
+@pytest.mark.parametrize(("uses", "lead"), [(2, 1), (2, 3), (3, 2), (3, 4)])
+def test_groups_that_complete_early_are_still_young_enough_to_be_reused(uses: int, lead: int) -> None:
+    found = asyncio.run(quick_steps(10, parity, uses=uses, lead=lead))
+    assert [step.reused for step in found] == [2 * min(step, uses - 1) for step in range(10)]
+    oldest = [step - oldest_version(group) for step, one in enumerate(found) for group in one.groups]
+    assert max(oldest) == lead
+
+
+def test_a_step_whose_new_groups_all_fail_trains_on_the_reused_ones() -> None:
+    def second_fails(task: Task, final_answer: str) -> float:
+        if task.id in ("t2", "t3"):
+            raise ValueError("no score")
+        return parity(final_answer)
+
+    first, second, third = asyncio.run(quick_steps(3, second_fails, uses=2, lead=1))
+    assert (len(first.groups), first.reused) == (2, 0)
+    assert {g.task.id for g in second.groups} == {"t0", "t1"}
+    assert (second.reused, second.dropped, second.failures, second.attempts) == (2, 2, {"reward": 4}, 4)
+    assert ([g.task.id for g in third.groups], third.reused) == (["t4", "t5"], 0)
+
+
+def test_a_step_without_reused_groups_fails_if_its_new_ones_do() -> None:
+    def fails(final_answer: str) -> float:
+        raise ValueError("no score")
+
+    with pytest.raises(RunFailed, match="No training tasks completed"):
+        asyncio.run(quick_steps(1, fails, uses=2, lead=1))
+
+
+def test_zero_variance_groups_are_neither_reused_nor_trained_on_beside_reused_ones() -> None:
+    """The new groups of the first step differ, those of the second do not."""
+
+    def first_differ(task: Task, final_answer: str) -> float:
+        return int(final_answer) if task.id in ("t0", "t1") else 1.0
+
+    refill = Refill({"first_differ": 1.0}, False, 0, lambda *_: ())
+    first, second, third = asyncio.run(quick_steps(3, first_differ, uses=2, lead=1, refill=refill))
+    assert len(first.groups) == 2 and not first.zero_variance
+    assert {g.task.id for g in second.groups} == {"t0", "t1"} and second.reused == 2
+    assert [g.task.id for g in second.zero_variance] == ["t2", "t3"]
+    # A step without any signal trains on its groups nevertheless.
+    assert [g.task.id for g in third.groups] == ["t4", "t5"] and third.reused == 0
+
+
 def test_a_checkpoint_keeps_the_replay_buffer() -> None:
     """Used once of three times, by ticket."""
 
     def make() -> BackgroundSource:
         made = collector(parity)
         made.engine.version = 0
-        replay = ReplayBuffer(4, 3, lead=3, seed=0)
-        return BackgroundSource(made, lambda step: TASKS[:2], lead=0, steps=4, replay=replay, **PARTS)
+        replay = ReplayBuffer(4, 3, lead=2, seed=0)
+        return BackgroundSource(made, lambda step: TASKS[:2], lead=2, steps=4, replay=replay, **PARTS)
 
     async def kept() -> tuple[dict[int, ReplayedGroup], dict[int, ReplayedGroup]]:
         before, after = make(), make()
@@ -277,6 +351,14 @@ def test_a_checkpoint_keeps_complete_groups_and_restarts_the_others() -> None:
 
 
 # -- Replay buffer -----------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_numpy_are_stored_as_numbers() -> None:
+    """An environment computes its rewards with NumPy: `covey.Done(reward={"reward": np.float32(0.5), ...})`."""
+    reported = {"reward": np.float32(0.5), "moves": np.int64(3), "won": True, "unknown": None}
+    stored = json.loads(json.dumps(group_to_json(Group(TASKS[0], (Episode(TASKS[0], (), (), given=reported),)))))
+    (episode,) = group_from_json(TASKS[0], stored).episodes
+    assert episode.given == {"reward": 0.5, "moves": 3, "won": True, "unknown": None}
 
 
 def group(number: int, *versions: int) -> Group:

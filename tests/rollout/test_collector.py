@@ -148,6 +148,22 @@ def test_an_attempt_that_no_reward_scores_is_left_out_not_worth_zero() -> None:
     assert all(e.rewards["sometimes"] == 1.0 for e in kept)
 
 
+def test_a_measurement_does_not_score_an_attempt() -> None:
+    """A reward of weight 0 is not trained on; without any weight, all rewards count."""
+
+    def sometimes(final_answer: str) -> float | None:
+        return 1.0 if int(final_answer) % 3 else None
+
+    def measured(final_answer: str) -> float:
+        return 1.0
+
+    for weight, unscored in ((1.0, True), (0.0, False)):
+        made = collector(sometimes)
+        made.reward = resolve_rewards([sometimes, measured], None, {"sometimes": weight, "measured": 0.0})
+        found = asyncio.run(source(made, attempts=6).next())
+        assert ("unscored" in found.failures) == unscored
+
+
 def test_waiting_for_the_model_does_not_count_towards_the_deadline() -> None:
     class Slow(Scripted):
         async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Completion:

@@ -18,8 +18,9 @@ from covey.protocols import Advantages, TokenTrace
 from covey.rewards import resolve_rewards
 from covey.rollout.collector import Refill
 from covey.rollout.roles import names_roles, split_roles
+from covey.training.metrics import engine_mismatch
 from covey.training.record import step_episodes, step_view
-from covey.training.samples import to_samples
+from covey.training.samples import minibatches, to_samples
 from covey.training.step import StepResult
 from covey.types import Collected, Episode, Group, StopReason, Task, Turn
 from tests.agents.scripted import Script, scored
@@ -96,7 +97,7 @@ def test_shared_rewards_do_not_split() -> None:
     plain = replace(episode, turns=tuple(replace(turn, role=None) for turn in episode.turns))
     found, expected = (to_samples(collected([e]), {"given": 1.0}) for e in (episode, plain))
     assert found.roles == () and found.rows == expected.rows
-    assert not names_roles([Group(TASK, (episode,))], ["given"])
+    assert not names_roles([Group(TASK, (episode,))], {"given": 1.0})
 
 
 def test_roles_that_are_not_trained_are_left_out() -> None:
@@ -112,6 +113,24 @@ def test_a_step_in_which_no_trained_role_spoke_has_nothing_to_learn_from() -> No
     samples = to_samples(collected([frozen, frozen]), {"given": 1.0}, turns=True)
     assert samples.roles == () and samples.episodes == 2 and not samples.mask_RT.any()
     assert not make("gigpo").advantages(samples).values.any()
+
+
+def test_a_measurement_that_names_roles_changes_nothing() -> None:
+    """A reward of weight 0 does not split the episodes, and a role that only it scores is not trained on."""
+
+    @covey.reward
+    def measured(episode: Episode) -> dict[str, float]:
+        return {"first": 1.0, "second": 0.5}
+
+    shared = replace(game(0, 0), given={"reward": 1.0})
+    with_it, without = (
+        to_samples(collected([with_scores(shared, names)]), weights)
+        for names, weights in (([measured, "given"], {"measured": 0.0, "given": 1.0}), ("given", {"given": 1.0}))
+    )
+    assert with_it.roles == () and with_it.rows == without.rows
+    assert with_it.total_reward().tolist() == without.total_reward().tolist() == [1.0]
+    unscored = with_scores(replace(game(0, 0), given={"first": 1.0, "second": None}), [measured, "given"])
+    assert to_samples(collected([unscored]), {"measured": 0.0, "given": 1.0}).roles == ((0, "first"),)
 
 
 def test_a_turn_without_a_role_is_refused() -> None:
@@ -171,6 +190,36 @@ def test_a_condition_holds_for_every_role() -> None:
     assert samples.turns is not None and not samples.turns.reward_K.nan_to_num(nan=0.0).any()
 
 
+def test_a_failed_condition_takes_the_rewards_of_a_zero_sum_game() -> None:
+    """The sum of the rewards is 0 with and without the condition."""
+    settings: dict[str, Any] = {"names": ["given", "length"], "only_if": {"given": "length>=1e9"}}
+    episode = with_scores(game(1, -1), **settings)
+    assert (episode.rewards["given/first"], episode.rewards["given/second"]) == (0, 0)
+    moves = with_scores(game(1, -2, reward=1.0), **settings)
+    samples = to_samples(collected([episode, moves]), {"given": 1.0}, turns=True)
+    assert not samples.total_reward().any()
+    assert samples.turns is not None and not samples.turns.reward_K.nan_to_num(nan=0.0).any()
+
+
+def test_without_roles_a_failed_condition_takes_turn_rewards_that_cancel_the_outcome() -> None:
+    turns = turn(None, [1], [5], reward=1.0), turn(None, [2], [6], reward=None)
+    played = Episode(TASK, turns, (), given={"reward": -1.0})
+    for least, expected in (("1e9", [0, 0]), ("0", [1, 0])):
+        episode = with_scores(played, ["given", "length"], only_if={"given": f"length>={least}"})
+        assert episode.rewards["given"] == 0
+        samples = to_samples(collected([episode]), {"given": 1.0}, turns=True)
+        assert samples.turns is not None and samples.turns.reward_K.nan_to_num(nan=0.0).tolist() == expected
+
+
+def test_a_role_is_not_truncated_because_another_was_cut_off() -> None:
+    cut = replace(with_scores(game(1, -1)), stop=StopReason.LENGTH)
+    second = replace(cut, turns=(cut.turns[0], replace(cut.turns[1], stop=StopReason.LENGTH)))
+    samples = to_samples(collected([second, cut]), {"given": 1.0})
+    assert samples.roles == ((0, "first"), (1, "first"), (0, "second"), (1, "second"))
+    # In the second attempt no turn was cut off: there was no room for a further one, and its role is unknown.
+    assert samples.truncated_N.tolist() == [False, True, True, True]
+
+
 def test_a_reward_function_names_roles() -> None:
     @covey.reward
     def mine(episode: Episode) -> dict[str, float]:
@@ -198,6 +247,22 @@ def test_the_greedy_attempt_is_split_too() -> None:
     samples = to_samples(Collected((group,)), {"given": 1.0})
     assert samples.baseline_rewards_G is not None and samples.baseline_rewards_G.tolist() == [5, 7]
     assert make("remax").advantages(samples).values.tolist() == [-4, -2, -5, -3]
+
+
+def test_a_mini_batch_has_the_groups_of_all_roles_of_its_tasks() -> None:
+    """So the number of optimiser steps, which the learning rate follows, does not depend on the roles."""
+    alone = with_scores(Episode(TASK, (turn("second", [1], [5]),), (), given={"second": 1.0}))
+    games = [[with_scores(game(1, 2)), with_scores(game(3, 4))] for _ in range(3)]
+    samples = to_samples(collected(games[0], [alone], *games[1:]), {"given": 1.0})
+    advantages = Advantages(torch.arange(13.0))
+    batches = list(minibatches(samples, advantages, groups_per_batch=2, epochs=2))
+    assert [batch.group_N.tolist() for batch in batches] == 2 * [[0, 0, 1, 1, 2], [0, 0, 1, 1, 2, 2, 3, 3]]
+    assert [batch.epoch for batch in batches] == [0, 0, 1, 1]
+    (whole,) = minibatches(samples, advantages, groups_per_batch=None, epochs=1)
+    assert whole.groups == 7
+    trace = TokenTrace(*(torch.ones(samples.mask_RT.shape) for _ in range(3)))
+    trace.ratio[batches[1].row_R] = 100.0  # not of the first mini-batch, so no difference between engine and learner
+    assert engine_mismatch(samples, trace, 2)["rollout/mismatch"] == 0
 
 
 def test_split_keeps_the_order_of_tasks() -> None:

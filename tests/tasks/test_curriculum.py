@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from covey.tasks.curriculum import (
     task_buckets,
     unused_levels,
 )
-from covey.types import Episode, Failure, Group, Task
+from covey.types import Episode, Failure, Group, StopReason, Task, Turn
 from tests.training.test_resume import outcome, train_here
 
 
@@ -67,6 +68,31 @@ def test_observations_of_a_task_fade_and_add_up() -> None:
     made.observe(10, [group(made.tasks[0], 1, 0)])
     seen = made.observed[0]
     assert (seen.count, seen.success, seen.deviation, seen.rate) == pytest.approx((3, 2, 1, 0.5))
+
+
+def test_rewards_of_roles_are_observed_one_by_one() -> None:
+    """In a zero-sum game they cancel. The deviation is within a role, as advantages are. A role that is not trained
+    does not count, and a `reward` beside those of the roles is the outcome itself."""
+
+    def played(trained: Sequence[str], *rewards: tuple[float, float], total: float | None = None) -> Group:
+        task = made.tasks[0]
+        turns = tuple(
+            Turn((), (1,), (0.0,), (0,), StopReason.EOS, role=role, trained=role in trained) for role in ("a", "b")
+        )
+        tables = [{"right": a + b if total is None else total, "right/a": a, "right/b": b} for a, b in rewards]
+        return Group(task, tuple(Episode(task, turns, (), table) for table in tables))
+
+    def seen(trained: Sequence[str], *rewards: tuple[float, float], total: float | None = None) -> tuple[float, ...]:
+        made.observed.clear()
+        made.observe(0, [played(trained, *rewards, total=total)])
+        found = made.observed[0]
+        return found.count, found.success, found.deviation, found.rate
+
+    made = curriculum("priority")
+    assert seen("ab", (1, -1), (-1, 1)) == (4, 2, 2, 0.5)
+    assert seen("ab", (1, -1), (1, -1)) == (4, 2, 0, 0.5)
+    assert seen("b", (1, -1), (-1, 1), (-1, 1), (-1, 1)) == (4, 3, 1.5, 0.75)
+    assert seen("ab", (0.5, 0.25), (0.5, 0), total=1.0) == (2, 2, 0, 1)
 
 
 def test_priority_mixes_the_size_of_advantages_and_the_time_since_a_visit() -> None:

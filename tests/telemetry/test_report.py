@@ -45,7 +45,7 @@ def test_the_report_by_hand(make_run: MakeRun, records: Records) -> None:
         # (0 + 5 + 10 + 15 + 20) / 5 = 10 and (35 + 40 + 45 + 50 + 55) / 5 = 45 hundredths
         "- Training reward: 0.100 in the first 5 steps, 0.450 in the last (+0.350).",
         "- Best training step: step 12, mean reward 0.550.",
-        "- Best evaluation: after 12 updates, eval/accuracy 0.500.",
+        "- Best evaluation: after 12 updates, eval/accuracy 50.0 %.",
         # 12 × (3 + 1) + 2 × 6 = 60 seconds
         "- 12,000 tokens generated for training; 1m00s of measured time.",
         "| rollout | 36s | 60 % |",
@@ -119,7 +119,7 @@ def test_a_mean_reward_beyond_one_is_not_called_accuracy(make_run: MakeRun) -> N
     assert "accuracy" not in text and "accuracy" not in out.getvalue()
     assert "| `eval/greedy/points` | 0.50 | 1.12 | +0.62 |" in text
     assert "`eval/greedy/points` is the mean of the trained reward `points`." in text
-    assert "- Best evaluation: after 12 updates, eval/greedy/points 1.125." in text
+    assert "- Best evaluation: after 12 updates, eval/greedy/points 1.12." in text
 
 
 def test_with_opponents_the_accuracy_is_not_the_reward_of_all_roles(make_run: MakeRun) -> None:
@@ -139,7 +139,7 @@ def test_with_opponents_the_accuracy_is_not_the_reward_of_all_roles(make_run: Ma
         ("eval/sampled/given/a", "-1.00", "0.50", "+1.50"),
     ]
     text = write_report(folder).read_text(encoding="utf-8")
-    assert "- Best evaluation: after 12 updates, eval/accuracy 0.500." in text
+    assert "- Best evaluation: after 12 updates, eval/accuracy 0.50." in text
     assert "`eval/accuracy` is the mean of the trained reward `given` over the trained roles." in text
 
 

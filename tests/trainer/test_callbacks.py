@@ -10,6 +10,7 @@ import pytest
 
 import covey
 from covey.errors import InputError, RunFailed
+from covey.training.checkpoint import open_checkpoint
 from tests.trainer.conftest import ROWS, SMALL, vowels
 
 
@@ -106,6 +107,51 @@ def test_a_step_inside_a_step_is_refused(tiny_model_folder: Path) -> None:
 
     with pytest.raises(RunFailed, match="cannot be called in a callback"):
         trained(tiny_model_folder, nested, validation=None)
+
+
+def test_a_checkpoint_in_on_evaluation_has_the_evaluation(tiny_model_folder: Path) -> None:
+    """It counts for the best checkpoint, and a resumed run keeps its record."""
+
+    class Saves:
+        def on_evaluation(self, trainer: covey.Trainer, metrics: dict[str, float]) -> dict[str, float]:
+            trainer.save()
+            return {"mine/saved": 1.0}
+
+    settings = {"eval.every": 1, "eval.before": False, "loop.total_steps": 2, "loop.save_every": 1}
+    run = trained(tiny_model_folder, Saves(), **settings)
+    saved = open_checkpoint(run.path / "checkpoints" / "step-000002").state
+    best = max(run.evaluations, key=lambda evaluation: evaluation[1]["eval/accuracy"])
+    assert saved["best"] == {"step": best[0], "value": best[1]["eval/accuracy"]}
+    kept = (run.path / "metrics.jsonl").read_bytes()[: saved["metrics_offset"]].splitlines()
+    evaluations = [line for line in map(json.loads, kept) if line["kind"] == "eval"]
+    assert [(line["step"], line["metrics"]["mine/saved"]) for line in evaluations] == [(1, 1.0), (2, 1.0)]
+
+
+def test_a_mistake_in_a_question_does_not_end_the_run(tiny_model_folder: Path) -> None:
+    question = [{"role": "user", "content": [{"type": "image", "image": "missing.png"}]}]
+    caught = []
+
+    def asks(trainer: covey.Trainer, step: covey.Step) -> None:
+        with pytest.raises(InputError, match="this model reads text only") as error:
+            trainer.generate(question)
+        caught.append(error)
+
+    with covey.Trainer(str(tiny_model_folder), ROWS, vowels, callbacks=[asks], **SMALL) as trainer:
+        trainer.step()
+        with pytest.raises(InputError, match="this model reads text only"):
+            trainer.generate(question)
+        assert isinstance(trainer.generate("say 1"), str)
+        trainer.train()
+    assert len(caught) == trainer.steps_done == 3
+
+
+def test_an_error_of_the_trainer_is_shown_with_the_line_of_the_callback(tiny_model_folder: Path) -> None:
+    def asks(trainer: covey.Trainer, step: covey.Step) -> None:
+        trainer.generate([])
+
+    line = asks.__code__.co_firstlineno + 1
+    with pytest.raises(RunFailed, match=rf"asks raised InputError: no answer(.|\n)*{__file__}, line {line}\n"):
+        trained(tiny_model_folder, asks, validation=None)
 
 
 def test_a_checkpoint_in_on_step_is_refused(tiny_model_folder: Path) -> None:

@@ -130,6 +130,10 @@ def test_groups_are_reused(here: Path, tiny_model_folder: Path) -> None:
     assert max(step["policy/age_max"] for step in found) <= 5
 
 
-def test_a_bound_that_is_too_short_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "mode=async", "mode.max_staleness=1", "mode.max_uses=3"]) == 2
-    assert "max_staleness must be at least one less" in capsys.readouterr().err
+@pytest.mark.parametrize(("uses", "every", "least"), [(3, 1, 2), (1, 3, 2), (3, 2, 3)])
+def test_a_bound_that_is_too_short_is_refused(
+    capsys: pytest.CaptureFixture[str], uses: int, every: int, least: int
+) -> None:
+    settings = [f"mode.max_staleness={least - 1}", f"mode.max_uses={uses}", f"mode.publish_every={every}"]
+    assert main(["train", "mode=async", *settings]) == 2
+    assert f"mode.max_staleness must be at least {least}" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import covey
+from covey.app.resume import best_model
 from covey.errors import InputError
 from covey.types import Task
 
@@ -185,6 +186,23 @@ def test_evaluations_play_against_the_first_policy(model: Path, tmp_path: Path) 
     assert len({metrics["eval/greedy/given/first"] for _, metrics in run.evaluations}) > 1
     for _, metrics in run.evaluations:
         assert metrics["eval/accuracy"] == metrics["eval/greedy/given/first"]
+
+
+@pytest.mark.parametrize("trained", ["both", "second"])
+def test_without_opponents_the_rewards_of_all_trained_roles_cancel(model: Path, tmp_path: Path, trained: str) -> None:
+    """So no evaluation is better than another, and there is no best checkpoint: a run's model is its last one. If one
+    role is trained, its reward counts."""
+    settings = {"agent.opponents": [], "agent.opponent_options": {}, "eval.every": 1, "eval.before": True}
+    settings |= {"agent.train_roles": [trained] if trained != "both" else [], "validation": TASKS}
+    run = train(model, tmp_path, **settings, **{"loop.save_every": 1, "loop.total_steps": 2})
+    state = json.loads((run.path / "checkpoints/step-000002/state.json").read_text())
+    for _, metrics in run.evaluations:
+        assert metrics["eval/greedy/given"] == pytest.approx(0)
+        assert metrics.get("eval/accuracy") == (metrics["eval/greedy/given/second"] if trained == "second" else None)
+    if trained == "both":
+        assert state["best"] is None and best_model(run.path).parent.name == "step-000002"
+    else:
+        assert state["best"]["value"] == max(m["eval/accuracy"] for n, m in run.evaluations if n > 0)
 
 
 @pytest.mark.parametrize(

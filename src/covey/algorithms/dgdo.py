@@ -75,7 +75,7 @@ class Dgdo:
     def instability(self, reward_N: Tensor, group_N: Tensor) -> Metrics:
         """μ, σ and D of one reward, over the episodes that have it."""
         scored_N = ~reward_N.isnan()
-        reward_N, group_N = reward_N[scored_N].double(), group_N[scored_N]
+        reward_N, group_N = reward_N[scored_N].double(), group_N[scored_N].unique(return_inverse=True)[1]
         if not len(reward_N):
             return {"mu": 0.0, "sigma": 0.0, "instability": 0.0}
         mu, variance = mean_and_variance(reward_N, group_N)

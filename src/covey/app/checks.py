@@ -16,7 +16,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from covey.agents.environment import EnvironmentAgent
-from covey.config.schema import OWN_TASKS, AgentConfig, Config, CriticConfig, LoraConfig
+from covey.config.schema import (
+    OWN_TASKS,
+    AgentConfig,
+    Config,
+    CriticConfig,
+    EvalConfig,
+    LearnerConfig,
+    LoraConfig,
+    ModeConfig,
+)
 from covey.errors import Absent, InputError, unknown
 from covey.images import has_images
 from covey.imports import install_extra
@@ -222,21 +231,46 @@ def check_roles(config: Config, agent: Agent) -> None:
         )
 
 
-def unused_settings(config: Config, source: ModelSource | None) -> list[str]:
-    """Warnings about settings that differ from their defaults and that nothing reads."""
-    agent, lora, usual, warnings = config.agent, config.model.lora, LoraConfig(), []
-    if lora.rank == 0:
-        changed = [name for name in ("alpha", "target_modules", "part") if getattr(lora, name) != getattr(usual, name)]
+def unused_settings(config: Config, source: ModelSource | None, overrides: Sequence[str]) -> list[str]:
+    """Warnings about settings that differ from their defaults and that nothing reads. `overrides`: settings of the file
+    and the command line."""
+    agent, mode = config.agent, config.mode
+    warnings = []
+    if config.model.lora.rank == 0:
+        changed = _changed(config.model.lora, LoraConfig(), "alpha", "target_modules", "part")
         warnings += [f"model.lora.{name} has no effect without model.lora.rank" for name in changed]
-    if source is not None and source.vision is None and not config.model.freeze_vision:
-        warnings.append(f"model.freeze_vision has no effect: {source.name} reads text only")
+    if source is not None and source.vision is None:
+        blind = {
+            "model.freeze_vision": not config.model.freeze_vision,
+            "agent.keep_images": agent.keep_images is not None,
+        }
+        warnings += [f"{name} has no effect: {source.name} reads text only" for name, given in blind.items() if given]
     if agent.name != "flow" and agent.train_modules != AgentConfig().train_modules:
         warnings.append(f"agent.train_modules has no effect with agent={agent.name}: only agent=flow has modules")
+    if agent.name != "gateway" and agent.command is not None:
+        warnings.append(f"agent.command has no effect with agent={agent.name}: only agent=gateway starts programs")
     if agent.name not in OWN_TASKS:
         given = [name for name in ("environment", "environment_options") if getattr(agent, name)]
         known = ", ".join(OWN_TASKS)
         warnings += [f"agent.{name} has no effect with agent={agent.name}: it is for agent={known}" for name in given]
+    if mode.name == "sync":
+        changed = _changed(mode, ModeConfig(), "max_staleness", "update", "publish_every", "max_uses")
+        warnings += [f"mode.{name} has no effect with mode=sync: it is for mode=async" for name in changed]
+    elif config.rollout.name == "vllm" and "mode.update=in_flight" in overrides:
+        warnings.append(
+            "mode.update=in_flight has no effect with rollout=vllm: it finishes its answers before the weights change"
+        )
+    if "sampled" not in config.eval.modes:
+        changed = _changed(config.eval, EvalConfig(), "n", "temperature", "top_p", "top_k")
+        only = f"eval.modes=[{','.join(config.eval.modes)}]"
+        warnings += [f"eval.{name} has no effect with {only}: it is for the mode sampled" for name in changed]
+    if config.learner.schedule == "constant" and config.learner.min_lr_ratio != LearnerConfig().min_lr_ratio:
+        warnings.append("learner.min_lr_ratio has no effect with learner.schedule=constant: only others end at it")
     return warnings
+
+
+def _changed(settings: object, usual: object, *names: str) -> list[str]:
+    return [name for name in names if getattr(settings, name) != getattr(usual, name)]
 
 
 def engine_gpus(config: Config) -> tuple[int, ...]:

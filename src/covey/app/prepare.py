@@ -170,7 +170,7 @@ def prepare(
         check_opponents(config, source, custom=agent is not None)
         if not is_environment_missing(config, environment):
             check_roles(config, player)
-        warnings += unused_settings(config, source)
+        warnings += unused_settings(config, source, composed.overrides)
     task_reward = getattr(player, "reward", None) or task_set.reward  # environments have a reward of their own
     rewards = find_rewards(config, reward, task_reward, sandbox)
     hide_reward_columns(player, rewards)

@@ -159,6 +159,7 @@ class _NoReward:
     """The reward of a user's question, which has no score."""
 
     names: tuple[str, ...] = ()
+    trained: tuple[str, ...] = ()
     groupwise = False
 
     async def __call__(self, task: Task, episode: Any) -> dict[str, float | None]:

@@ -230,7 +230,7 @@ class LearnerConfig:
     eps: PositiveShare = 1e-8  # AdamW
     grad_clip: Cap = 1.0  # largest gradient norm; 0: no clipping
     epochs: Few = 1  # passes over each step's samples
-    mini_batch_size: Episodes | None = None  # groups per optimiser step; null: all groups of the step
+    mini_batch_size: Episodes | None = None  # tasks (groups) per optimiser step; null: all of the step
     micro_batch_tokens: BatchTokens | None = None  # per forward pass; null: as many as fit; on a CPU at most 8192
     micro_batch_size: Episodes | None = None  # most episodes per forward pass; null: limited by tokens only
     entropy_coef: Weight = 0.0  # entropy bonus per token
@@ -377,10 +377,10 @@ class ModeConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, "mode.")
-        if self.name == "async" and self.max_staleness < max(self.publish_every, self.max_uses) - 1:
+        if self.name == "async" and self.max_staleness < (older := self.publish_every - 1 + self.max_uses - 1):
             raise InputError(
                 f"mode.max_staleness={self.max_staleness} is too short for mode.publish_every={self.publish_every} and "
-                f"mode.max_uses={self.max_uses}\n  both make samples older: max_staleness must be at least one less"
+                f"mode.max_uses={self.max_uses}\n  both make samples older: mode.max_staleness must be at least {older}"
             )
         _one_of("mode.update", self.update, ("in_flight", "drain"))
 

@@ -7,7 +7,7 @@ A condition makes a reward count only if another one is earned, so that brevity 
     covey.only_if(short, "exact", at_least=0.5)
 
 If the condition fails, the reward is 0; if the other reward is None, so is this one. Conditions use the scores before
-any condition is applied, so their order does not matter.
+any condition is applied, so their order does not matter. `short/only_if` in the scores is 1 if the condition is met.
 """
 
 from __future__ import annotations
@@ -82,14 +82,17 @@ def _parse_condition(reward: str, text: str) -> Condition:
     raise InputError(f"reward.only_if.{reward}={text}: write NAME, or NAME>=NUMBER")
 
 
-def _apply(conditions: Sequence[Condition], scores: Columns) -> Columns:
+def _apply(conditions: Sequence[Condition], scores: Columns, roles: Sequence[str]) -> Columns:
+    """The scores after the conditions, which also hold for a reward's values of single roles. NAME/only_if is whether
+    the condition of NAME is met: 1, 0, or None if that is unknown."""
     result = dict(scores)
     for condition in conditions:
-        needed, own = scores[condition.needed], scores[condition.reward]
-        if needed is None or own is None:
-            result[condition.reward] = None
-        elif not condition.met(needed):
-            result[condition.reward] = 0.0
+        name, needed = condition.reward, scores[condition.needed]
+        met = None if needed is None else float(condition.met(needed))
+        result[f"{name}/only_if"] = met
+        if not met:
+            keys = (name, *(f"{name}/{role}" for role in roles))
+            result |= {key: met for key in keys if scores.get(key) is not None}
     return result
 
 
@@ -186,6 +189,10 @@ class RewardSet:
         return tuple(function.name for function in self.functions)
 
     @property
+    def trained(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if self.weights[name] != 0) or self.names
+
+    @property
     def columns(self) -> frozenset[str]:
         """The names of task columns that a reward may read."""
         names = (name for function in self.functions for name in (*function.required, *function.optional))
@@ -255,7 +262,9 @@ class RewardSet:
             if isinstance(more, EpisodeError):
                 results[index] = more
             else:
-                results[index] = self._with_conditions(scores | more, episodes[index].roles)
+                both = scores | more
+                ordered = {name: both[name] for name in self.names} | both
+                results[index] = _apply(self.conditions, ordered, episodes[index].roles)
         return results
 
     async def _score(self, task: Task, episode: Episode) -> Columns | EpisodeError:
@@ -275,13 +284,6 @@ class RewardSet:
             error = next((value for value in values if isinstance(value, RewardError)), None)
             results.append(error or _merged(value for value in values if not isinstance(value, RewardError)))
         return results
-
-    def _with_conditions(self, scores: Columns, roles: Sequence[str]) -> Columns:
-        """The scores after the conditions, which also hold for a reward's values of single roles."""
-        extras = {name: value for name, value in scores.items() if name not in self.weights}
-        applied = _apply(self.conditions, {name: scores[name] for name in self.names})
-        changed = [(name, f"{name}/{role}") for name in self.names for role in roles if applied[name] != scores[name]]
-        return applied | extras | {key: applied[name] for name, key in changed if key in extras}
 
 
 def _merged(parts: Iterable[Columns]) -> Columns:

@@ -6,7 +6,8 @@ discards.
     ReplayBuffer       groups of earlier steps that are trained on again (`mode.max_uses`)
     group_to_json      groups in checkpoints
 
-Every group gets a ticket when it starts. With B groups in a step and a lead of L steps (`mode.max_staleness`):
+Every group gets a ticket when it starts. With B new groups in a step and a lead of L steps, which is
+`mode.max_staleness`, less the `mode.max_uses - 1` steps that may train on the group again:
 
     start       while fewer than (v + L + 1) · B tickets were issued, v being the version that the engines sample with
     deadline    a group that starts with version v is trained on at step v + L at the latest
@@ -29,6 +30,7 @@ import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import Any
 
 from covey.images import has_images, is_image
@@ -214,6 +216,8 @@ class BackgroundSource(TrainingSource):
         returns only the new tasks of a step."""
         super().__init__(*arguments, **settings)
         self.replay = replay
+        if replay is not None:
+            lead -= replay.max_uses - 1  # a group is young enough for all its uses
         self.batch = lru_cache(maxsize=lead + 2)(self.batch)  # called for every group of a step
         self.window = Window(len(self.batch(0)), lead, end=steps)
         self._groups: dict[int, Group] = {}  # complete, by ticket
@@ -230,15 +234,10 @@ class BackgroundSource(TrainingSource):
             self._changed.clear()
             await self._changed.wait()
         fresh = {ticket.number: self._groups.pop(ticket.number) for ticket in tickets}
-        collected = self._collected(list(fresh.values()), len(fresh), refills=0)
-        return collected if self.replay is None else self._with_replayed(collected, fresh, self.replay)
-
-    def _with_replayed(self, collected: Collected, fresh: dict[int, Group], replay: ReplayBuffer) -> Collected:
-        replayed = replay.draw(self.step)
-        number_of = {id(episode): number for number, group in fresh.items() for episode in group.episodes}
-        replay.add((number_of[id(group.episodes[0])], group) for group in collected.groups)
-        self.taken = (*self.taken, *(group.task for group in replayed))
-        return replace(collected, groups=(*collected.groups, *replayed), reused=len(replayed))
+        replayed = [] if self.replay is None else self.replay.draw(self.step)
+        if self.replay is not None:
+            self.replay.add((number, kept) for number, group in fresh.items() for kept in self._sort([group])[0])
+        return self._collected(list(fresh.values()), len(fresh), refills=0, reused=replayed)
 
     def _begin(self) -> None:
         tickets, self._restarts = [*self._restarts, *self.window.begin()], []
@@ -318,7 +317,8 @@ def _to_json(episode: Episode, images: dict[str, str]) -> dict[str, Any]:
 
 
 def _plain(value: Any, images: dict[str, str]) -> Any:
-    """Dataclasses as dictionaries. An image becomes its hash, and its bytes go to `images`."""
+    """Dataclasses as dictionaries, numbers of NumPy as Python's. An image becomes its hash, and its bytes go to
+    `images`."""
     if isinstance(value, Image):
         images[value.digest] = base64.b64encode(value.data).decode()
         return {DIGEST: value.digest}
@@ -328,6 +328,8 @@ def _plain(value: Any, images: dict[str, str]) -> Any:
         return {key: _plain(one, images) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(one, images) for one in value]
+    if isinstance(value, Real) and not isinstance(value, int | float):
+        return int(value) if isinstance(value, Integral) else float(value)
     return value
 
 

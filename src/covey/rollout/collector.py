@@ -219,9 +219,11 @@ class TrainingSource:
             raw += await self._collect(fresh, ("train", self.step, "refill", rounds))
         return replace(self._collected(raw, target, rounds), opponent=opponent)
 
-    def _collected(self, raw: Sequence[Group], target: int, refills: int) -> Collected:
-        """Sort the sampled groups, and count failures and cut-off episodes."""
-        with_signal, zero_variance = self._sort(raw)
+    def _collected(self, raw: Sequence[Group], target: int, refills: int, reused: Sequence[Group] = ()) -> Collected:
+        """Sort the sampled groups, and count failures and cut-off episodes. `reused`: groups of earlier steps, which
+        were sorted and counted there."""
+        fresh, zero_variance = self._sort(raw)
+        dropped, with_signal = len(raw) - len(fresh) - len(zero_variance), [*fresh, *reused]
         failed = [e.failure for g in raw for e in _all_episodes(g) if e.failure]
         failures = Counter(failure.cause for failure in failed)
         examples = {failure.cause: failure.message for failure in reversed(failed)}  # the first of each
@@ -230,7 +232,6 @@ class TrainingSource:
             raise NothingCompleted(_diagnosis(raw, failures, examples))
         if not with_signal:  # a step without signal is better than no step
             with_signal, zero_variance = zero_variance[:target], zero_variance[target:]
-        dropped = len(raw) - len(with_signal) - len(zero_variance)
         self.taken = tuple(group.task for group in with_signal)
         return Collected(
             tuple(with_signal),
@@ -240,6 +241,7 @@ class TrainingSource:
             examples,
             dropped,
             attempts=sum(len(_all_episodes(group)) for group in raw),
+            reused=len(reused),
             cut=dict(cut),
             curriculum=self.curriculum.observe(self.step, raw) if self.curriculum else {},
         )
@@ -248,7 +250,7 @@ class TrainingSource:
         raw = await self.collector.groups(
             tasks, self.attempts, self.sampling, stream, greedy_baseline=self.greedy_baseline
         )
-        names = self.collector.reward.names
+        names = self.collector.reward.trained
         return [
             replace(
                 g,
@@ -305,15 +307,15 @@ def _all_episodes(group: Group) -> tuple[Episode, ...]:
 
 
 def unscored_is_failed(episode: Episode, names: Collection[str]) -> Episode:
-    """An episode without any score counts as failed, not as 0. `names`: the rewards; a table may have other entries,
-    which are not scores."""
+    """An episode without any score counts as failed, not as 0. `names`: the rewards that count; a table may have other
+    entries, such as measurements."""
     if episode.failure is not None or any(episode.rewards.get(name) is not None for name in names):
         return episode
     if episode.cut_by is not None:
         return replace(
             episode, failure=Failure("truncated", f"cut off by {limit_name(episode.cut_by)}, and not scored")
         )
-    return replace(episode, failure=Failure("unscored", "every reward returned None"))
+    return replace(episode, failure=Failure("unscored", "every reward that counts returned None"))
 
 
 def limit_name(cut_by: str) -> str:

@@ -14,23 +14,24 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from covey.errors import InputError
-from covey.types import Episode, Group
+from covey.types import Episode, Group, StopReason
 
 
-def names_roles(groups: Sequence[Group], weights: Collection[str]) -> bool:
-    """Whether a reward that is trained on names a role of some episode."""
+def names_roles(groups: Sequence[Group], weights: Mapping[str, float]) -> bool:
+    """Whether a reward that is trained on, whose weight is not 0, names a role of some episode."""
     return any(
         f"{name}/{role}" in episode.rewards
         for group in groups
         for episode in group.episodes
         for role in episode.roles
-        for name in weights
+        for name, weight in weights.items()
+        if weight != 0
     )
 
 
 def split_roles(groups: Sequence[Group], weights: Mapping[str, float]) -> tuple[list[Group], list[tuple[int, str]]]:
     """A group for each task and role, and for each of their episodes its number among those of `groups`, and the role.
-    Roles without a trained turn or without any score are skipped."""
+    Roles without a trained turn, or without any score that is trained on, are skipped."""
     split: list[Group] = []
     owners: list[tuple[int, str]] = []
     first = 0
@@ -51,20 +52,21 @@ def split_roles(groups: Sequence[Group], weights: Mapping[str, float]) -> tuple[
     return split, owners
 
 
-def is_trained(view: Episode, weights: Collection[str]) -> bool:
-    scored = any(view.rewards.get(name) is not None for name in weights)
+def is_trained(view: Episode, weights: Mapping[str, float]) -> bool:
+    scored = any(view.rewards.get(name) is not None for name, weight in weights.items() if weight != 0)
     return scored and any(turn.trained for turn in view.turns)
 
 
 def role_view(episode: Episode, role: str, weights: Collection[str]) -> Episode:
-    """The episode as this role sees it: its turns, and its rewards where it has some of its own."""
-    turns = tuple(turn for turn in episode.turns if turn.role == role)
-    rewards = {name: episode.rewards.get(f"{name}/{role}", episode.rewards.get(name)) for name in weights}
-    view = replace(episode, turns=turns, rewards=rewards)
-    if "given" not in rewards or f"given/{role}" not in episode.rewards:
+    """The episode as this role sees it: its turns, and its rewards where it has some of its own. It is cut off if that
+    happened to one of its turns, or if no turn was cut off."""
+    turns, stop = tuple(turn for turn in episode.turns if turn.role == role), episode.stop
+    cut = {turn.role for turn in episode.turns if turn.stop is StopReason.LENGTH}
+    if turns and stop is StopReason.LENGTH and cut and role not in cut:
+        stop = turns[-1].stop
+    own = {name: episode.rewards.get(f"{name}/{role}", episode.rewards.get(name)) for name in weights}
+    view = replace(episode, turns=turns, stop=stop, rewards={**episode.rewards, **own})
+    if "given" not in own or f"given/{role}" not in episode.rewards or not episode.counts_reported:
         return view
-    # A role receives its turns' rewards on top of its own outcome, unless a condition failed and it has nothing.
-    view = replace(view, given={"reward": rewards["given"]})
-    if episode.rewards["given"] != episode.reported:
-        return view
-    return replace(view, rewards=rewards | {"given": view.reported})
+    view = replace(view, given={"reward": own["given"]})
+    return replace(view, rewards={**view.rewards, "given": view.reported})  # with the rewards of its turns

@@ -2,6 +2,7 @@
 
 Each attempt scores x ∈ [0, 1]: the trained reward, clipped. A group of k attempts at a task adds k observations, its
 mean x̄ and their mean absolute deviation from it, d = mean |x − x̄|, the size of the advantages before normalisation.
+If the reward names roles, each trained role of an attempt scores, and x̄ in d is the mean of its role.
 Observations fade with a half-life, so a task that was not drawn for long is estimated as an unseen one:
 
     p = (c·p₀ + s) / (c + n)        n observations and their sum s, both times 2^(−age / half_life); c = prior attempts
@@ -202,20 +203,25 @@ class Curriculum:
     def observe(self, step: int, groups: Iterable[Group]) -> dict[str, float]:
         """Record the groups of a step, including those without a learning signal. Returns metrics."""
         for group in groups:
-            scores = [e.rewards.get(self.reward) for e in group.episodes if e.failure is None]
-            if values := [min(1.0, max(0.0, score)) for score in scores if score is not None]:
-                self._record(self.index[group.task.id], step, values)
+            columns: dict[str | None, list[float]] = {}  # by role
+            for episode in (episode for episode in group.episodes if episode.failure is None):
+                for role, score in episode.outcomes(self.reward).items():
+                    columns.setdefault(role, []).append(min(1.0, max(0.0, score)))
+            if columns:
+                self._record(self.index[group.task.id], step, list(columns.values()))
         self.drawn = {drawn: tasks for drawn, tasks in self.drawn.items() if drawn > step - KEPT}
         return self.metrics(step + 1)
 
-    def _record(self, at: int, step: int, values: Sequence[float]) -> None:
+    def _record(self, at: int, step: int, columns: Sequence[Sequence[float]]) -> None:
+        values = [value for column in columns for value in column]
+        deviations = [abs(value - fmean(column)) for column in columns for value in column]
         rate, former = fmean(values), self.observed.get(at)
         fade = former.fade(step, self.half_life) if former else 0.0
         count, success, deviation = (former.count, former.success, former.deviation) if former else (0.0, 0.0, 0.0)
         self.observed[at] = Observed(
             fade * count + len(values),
             fade * success + math.fsum(values),
-            fade * deviation + math.fsum(abs(value - rate) for value in values),
+            fade * deviation + math.fsum(deviations),
             step,
             rate,
         )

@@ -77,9 +77,9 @@ class Change:
     share: bool
 
     def cells(self) -> tuple[str, str, str, str]:
-        return self.key, self._value(self.before), self._value(self.after), self._difference()
+        return self.key, self.format(self.before), self.format(self.after), self._difference()
 
-    def _value(self, value: float | None) -> str:
+    def format(self, value: float | None) -> str:
         if value is None:
             return ABSENT
         return f"{100 * value:.1f} %" if self.share else f"{value:.2f}"
@@ -241,7 +241,8 @@ def _facts(summary: Summary) -> list[str]:
         )
     if summary.best_evaluation:
         updates, value = summary.best_evaluation
-        lines.append(f"Best evaluation: after {updates} updates, {summary.headline} {format_value(value, form)}.")
+        shown = next(change for change in summary.changes if change.key == summary.headline).format(value)
+        lines.append(f"Best evaluation: after {updates} updates, {summary.headline} {shown}.")
     if summary.last_evaluation is not None and summary.last_evaluation < summary.steps:
         when = f"after {summary.last_evaluation} of {summary.steps} updates"
         lines.append(f"The last evaluation was made {when if summary.last_evaluation else 'before training'}.")

@@ -14,11 +14,14 @@ import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from covey.errors import InputError, RunFailed
 from covey.protocols import Metrics
 
+PACKAGE = str(Path(__file__).parents[1])
 EVENTS = ("on_step", "on_evaluation", "on_checkpoint")
 
 
@@ -89,6 +92,7 @@ def _call_one(event: str, callback: Any, owner: Any, value: Any) -> Metrics:
         returned = method(owner, value)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]  # without this function
+        frames = list(takewhile(lambda frame: not frame.filename.startswith(PACKAGE), frames))  # and the trainer's
         place = f"\n  {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
         raise CallbackFailed(f"callback {_name(callback)} raised {type(error).__name__}: {error}{place}") from error
     if returned is None or event == "on_checkpoint":

@@ -43,7 +43,6 @@ class Evaluator:
         metrics: Metrics = {}
         shown: Episode | None = None
         answers: dict[str, list[Episode]] = {}
-        trained_roles: set[str] = set()  # with opponents, whose rewards are not the policy's
         if (opponents := self.collector.opponents) is not None:
             await opponents.use_first()
         for mode in self.config.modes:
@@ -58,13 +57,9 @@ class Evaluator:
                     f"{failed[0].cause}: {failed[0].message}"
                 )
             metrics |= self._summary(mode, done, len(episodes))
-            shown = shown or done[0]
-            if opponents is not None:
-                trained_roles |= {role for e in done for role in e.roles} - opponents.roles
-        first = f"eval/{self.config.modes[0]}/{self.trained_reward}" if self.config.modes else ""
-        if first in metrics:
-            own = [metrics[f"{first}/{role}"] for role in trained_roles if f"{first}/{role}" in metrics]
-            metrics["eval/accuracy"] = sum(own) / len(own) if own else metrics[first]
+            if shown is None:
+                shown = done[0]
+                metrics |= accuracy(done, self.trained_reward)
         return Evaluation(metrics, shown, answers)
 
     async def answers(self, mode: str) -> list[Episode]:
@@ -92,3 +87,15 @@ class Evaluator:
         if total > len(done):
             metrics[f"eval/{mode}/failed"] = float(total - len(done))
         return metrics
+
+
+def accuracy(episodes: Sequence[Episode], reward: str) -> Metrics:
+    """`eval/accuracy`: the mean of the trained reward. If some roles are not trained, it is that of the others. Missing
+    if the rewards of the roles always cancel, as in a zero-sum game whose roles are all trained."""
+    outcomes = [(episode, own) for episode in episodes if (own := episode.outcomes(reward))]
+    scores = [
+        sum(own.values()) / len(own) if any(not t.trained for t in e.turns) else e.rewards[reward] or 0.0
+        for e, own in outcomes
+    ]
+    cancel = not any(scores) and any(any(own.values()) for _, own in outcomes)
+    return {} if cancel or not scores else {"eval/accuracy": sum(scores) / len(scores)}

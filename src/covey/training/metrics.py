@@ -143,7 +143,7 @@ def engine_mismatch(samples: Samples, trace: TokenTrace, groups_per_batch: int |
     if samples.sampling_logprobs_RT is not None:
         log_ratio_RT = samples.old_logprobs_RT - samples.sampling_logprobs_RT
     else:
-        first_R = samples.group_N[samples.episode_R] < (groups_per_batch or samples.groups)
+        first_R = samples.tasks()[samples.episode_R] < (groups_per_batch or samples.groups)
         mask_RT = mask_RT & first_R[:, None]
         log_ratio_RT = trace.ratio.where(mask_RT, 1.0).log()
     log_ratio = log_ratio_RT[mask_RT].double()

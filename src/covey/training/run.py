@@ -26,7 +26,7 @@ from covey.training.metrics import step_metrics
 from covey.training.record import Step, episode_view, step_episodes, step_view
 from covey.training.step import Pipeline, StepResult, publish, sample, update
 from covey.training.warnings import NonFiniteUpdates, StepWarnings
-from covey.types import Collected, Episode, Sampling, Task
+from covey.types import Collected, Episode, Failure, Sampling, Task
 
 
 @dataclass(repr=False)
@@ -338,20 +338,30 @@ class Run:
         # Clears the engine's cache: the next step must not depend on it, since a resumed run would not have it.
         await self.engine.publish(self.learner.weights(), version=done)
         write_evaluation(self.path, done, evaluation.answers)
+        saved, self._saved = self._saved, None
         metrics = evaluation.metrics | await self.callbacks.on_evaluation(evaluation.metrics)
         shown = evaluation.sample
         reward = None if shown is None else shown.rewards.get(self.evaluator.trained_reward)
         self.telemetry.evaluation(done, metrics, None if shown is None else episode_view(shown, reward))
         self.evaluations.append((done, metrics))
+        if self._saved is None:
+            self._saved = saved
+        else:  # a callback wrote a checkpoint, which lacks this evaluation
+            with self.telemetry.stage("checkpoint"):
+                self.checkpoint(planned=True)
         return metrics
 
     async def answer(self, task: Task, sampling: Sampling) -> Episode:
-        """One attempt at a task by the run's agent with the current policy. It is not scored."""
+        """One attempt at a task by the run's agent with the current policy. It is not scored. A mistake in the task is
+        a failure of this episode and does not end the run."""
         await self.open()
         if self.engine.version != self.done:
             await self.engine.publish(self.learner.weights(), version=self.done)
         async with self._sampling():
-            episode = await self.source.collector.answer(task, sampling)
+            try:
+                episode = await self.source.collector.answer(task, sampling)
+            except InputError as error:
+                episode = Episode(task, (), task.messages, failure=Failure("question", str(error)))
         await self.engine.publish(self.learner.weights(), version=self.done)
         return episode
 
@@ -359,8 +369,8 @@ class Run:
         """Write a checkpoint. `planned`: due by the settings, not because of a time limit or SIGTERM. Only planned
         checkpoints can be the best one, so that it does not depend on interruptions."""
         done = self.done
-        if planned and self.evaluations and self.evaluations[-1][0] == done:
-            self.best = best_of(self.best, done, self.evaluations[-1][1].get("eval/accuracy", 0.0))
+        if planned and self._is_evaluated() and (value := self.evaluations[-1][1].get("eval/accuracy")) is not None:
+            self.best = best_of(self.best, done, value)
         metrics_offset, episodes_offset = self.telemetry.offsets()
         state = {
             "metrics_offset": metrics_offset,

@@ -32,9 +32,12 @@ def to_samples(
     groups: Sequence[Group] = collected.groups
     all_groups: Sequence[Group] = (*collected.groups, *collected.zero_variance)
     roles: Sequence[tuple[int, str]] = ()
+    task_N: Tensor | None = None
     if names_roles(all_groups, weights):
         split, owners = split_roles(groups, weights)
         if split:  # otherwise no trained role has spoken, and there is nothing to learn from
+            number = [at for at, group in enumerate(groups) for _ in group.episodes]
+            task_N = torch.tensor([number[episode] for episode, _ in owners]).unique_consecutive(return_inverse=True)[1]
             groups, roles, all_groups = split, owners, split_roles(all_groups, weights)[0]
     episodes = [episode for group in groups for episode in group.episodes]
     rows = [row for index, episode in enumerate(episodes) for row in episode_rows(episode, index)]
@@ -49,6 +52,7 @@ def to_samples(
         unfiltered=Unfiltered(**_episode_columns(all_groups, weights)) if collected.zero_variance else None,
         turns=_turns(groups, rows, weights.get("given", 0.0)) if turns else None,
         roles=tuple(roles),
+        task_N=task_N,
         temperature=temperature,
         max_tokens=max_tokens,
     )
@@ -110,9 +114,8 @@ def _state(turn: Turn) -> str | tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 def _turn_rewards(episode: Episode) -> list[float]:
-    """The reward that each turn received, NaN if none; 0 if the score `given` is not what was received: a condition
-    (`reward.only_if`) failed."""
-    counts = episode.rewards.get("given") == episode.reported
+    """The reward that each turn received, NaN if none; 0 if rewards of the episode do not count."""
+    counts = episode.counts_reported
     return [math.nan if turn.reward is None else turn.reward * counts for turn in episode.turns]
 
 
@@ -162,22 +165,24 @@ def _append_turn(row: Sample, between: tuple[int, ...], sampled: Sample) -> Samp
 def minibatches(
     samples: Samples, advantages: Advantages, *, groups_per_batch: int | None, epochs: int
 ) -> Iterator[Batch]:
-    """Mini-batches of whole groups in task order, `epochs` times over."""
-    size = groups_per_batch or samples.groups
+    """Mini-batches of whole groups in task order, `epochs` times over. The groups of a task's roles stay together, and
+    count as one."""
+    task_N = samples.tasks()
+    tasks = int(task_N.max()) + 1
+    size = groups_per_batch or tasks
     for epoch in range(epochs):
-        for start in range(0, samples.groups, size):
-            yield _batch(samples, advantages, range(start, min(start + size, samples.groups)), epoch)
+        for start in range(0, tasks, size):
+            yield _batch(samples, advantages, (task_N >= start) & (task_N < start + size), epoch)
 
 
-def _batch(samples: Samples, advantages: Advantages, groups: range, epoch: int) -> Batch:
-    chosen_N = (samples.group_N >= groups.start) & (samples.group_N < groups.stop)
+def _batch(samples: Samples, advantages: Advantages, chosen_N: Tensor, epoch: int) -> Batch:
     episodes = chosen_N.nonzero()[:, 0]
     row_R = chosen_N[samples.episode_R].nonzero()[:, 0]
     values = advantages.values
     per_token = values[samples.episode_R][:, None].expand(samples.mask_RT.shape) if values.dim() == 1 else values
     return make_batch(
         rows=tuple(samples.rows[i] for i in row_R.tolist()),
-        group_N=samples.group_N[episodes] - groups.start,
+        group_N=samples.group_N[episodes] - samples.group_N[episodes[0]],
         rewards_N=samples.total_reward()[episodes],
         episode_R=samples.episode_R[row_R] - episodes[0],  # the episodes of consecutive groups are contiguous
         row_R=row_R,
