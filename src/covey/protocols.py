@@ -220,10 +220,6 @@ class Policy(Protocol):
         """Truncate a text to at most `tokens` tokens."""
         ...
 
-    def plain(self, text: str) -> str:
-        """Escape text from outside, such as a tool's, so that nothing in it becomes a control token."""
-        ...
-
     async def generate(
         self,
         token_ids: Sequence[int],

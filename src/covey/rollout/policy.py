@@ -144,9 +144,6 @@ class EpisodePolicy:
     def cut(self, text: str, tokens: int) -> str:
         return self.renderer.cut(text, tokens)
 
-    def plain(self, text: str) -> str:
-        return self.renderer.plain(text)
-
     async def generate(self, token_ids: Sequence[int], **settings: Any) -> Completion:
         turn = await self._turn(token_ids, **settings)
         return Completion(turn.completion_ids, turn.logprobs, turn.versions, turn.stop)
