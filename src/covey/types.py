@@ -174,6 +174,7 @@ class ToolUse:
     seconds: float
     error: str | None = None  # malformed | unknown_tool | bad_arguments | raised | deadline
     detail: str = ""  # where the tool's own code raised; for the user, not shown to the model
+    arguments: Mapping[str, Any] | None = None  # as the model wrote them; None: unreadable, or not a tool's
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,8 @@ class ToolSession:
             answer = tool.answer(checked) if tool.ends else None
         except ToolMistake as mistake:
             output, mistake_kind, detail = Output(mistake.text, len(mistake.text)), mistake.kind, mistake.detail
-        use = ToolUse(call.name, time.perf_counter() - start, mistake_kind, detail)
+        arguments = None if call.problem is not None else call.arguments
+        use = ToolUse(call.name, time.perf_counter() - start, mistake_kind, detail, arguments)
         text = truncate(output, limit, self.cut)
         return ToolResult(call, text, use, answer is not None, answer, output.images, output.reward)
 
