@@ -27,6 +27,7 @@ from covey.training.samples import episode_rows, to_samples
 from covey.types import Completion, Episode, Sampling, StopReason, Task
 from covey.workers import WorkerPool
 from tests.conftest import byte_tokenizer
+from tests.vision.tiny import drawn
 
 
 def braces() -> Any:
@@ -175,6 +176,22 @@ def test_rewards_see_the_calls_of_every_format(kind: str, line: str, name: str, 
             task = replace(episode.task, columns=columns | changes)
             rewards = asyncio.run(resolve_rewards(reward, None, {})(task, replace(episode, task=task)))
             assert rewards[reward] == paid, (reward, changes, rewards)
+
+
+@pytest.mark.parametrize(("texts", "error"), [((), "image"), (("a plan of ", "the house"), None)])
+def test_a_tools_picture_is_announced_to_a_model_that_reads_text_only(texts: tuple[str, ...], error: str) -> None:
+    picture = {"type": "image", "image": drawn(8, 8)}
+
+    def look() -> Any:
+        """Look."""
+        return [*texts, picture]
+
+    episode = play([call("look"), "5"], [replace(covey.tool(look), inline=True)])
+    assert episode.failure is None and episode.rewards["number"] == 1.0
+    (use,) = episode.tools
+    assert use.error == error and use.detail == "it returned an image, and this model reads text only"
+    shown = episode.messages[2]["content"]
+    assert "".join(texts) in shown and "this model cannot see" in shown
 
 
 def test_an_agent_without_tools_refuses_them() -> None:

@@ -101,6 +101,10 @@ class EpisodePolicy:
         """The recorded turns, in the order in which they were requested."""
         return [self._turns[number] for number in sorted(self._turns)]
 
+    @property
+    def sees_images(self) -> bool:
+        return self.renderer.vision is not None
+
     def render(self, messages: Messages, tools: Tools = None) -> tuple[int, ...]:
         """Prompt ids of messages. Earlier prompts and sampled tokens keep their ids."""
         prompt = self._render(self._readable(messages), tools)
