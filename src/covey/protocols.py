@@ -212,16 +212,15 @@ class Policy(Protocol):
     @property
     def turns(self) -> Sequence[Turn]: ...
 
+    @property
+    def sees_images(self) -> bool: ...
+
     def render(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[int, ...]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def cut(self, text: str, tokens: int) -> str:
         """Truncate a text to at most `tokens` tokens."""
-        ...
-
-    def plain(self, text: str) -> str:
-        """Escape text from outside, such as a tool's, so that nothing in it becomes a control token."""
         ...
 
     async def generate(

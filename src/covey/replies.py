@@ -1,4 +1,5 @@
-"""Helpers for conversations: the end of thinking and fenced code blocks in replies, and additions to system messages.
+"""Helpers for conversations: the end of thinking and fenced code blocks in replies, additions to system messages, and
+special tokens in texts.
 
 Fences follow CommonMark: three or more backticks or tildes, then optionally a language. The block ends at a line with
 at least as many of the same character, indented by less than four spaces, or at the end of the text. The indentation of
@@ -14,8 +15,9 @@ import itertools
 import re
 import textwrap
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from covey.types import Messages
 
@@ -129,3 +131,22 @@ def with_system(messages: Messages, text: str | None) -> Messages:
     if first["role"] != "system":
         return ({"role": "system", "content": text}, *messages)
     return ({**first, "content": f"{first['content']}\n\n{text}"}, *rest)
+
+
+def special_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """The texts of a tokenizer's special tokens."""
+    added = tokenizer.added_tokens_decoder.values()
+    return tuple(sorted({str(token) for token in added if token.special} | {*tokenizer.all_special_tokens}))
+
+
+def escape(value: Any, special: Iterable[str]) -> Any:
+    """Escape special tokens in the texts of a value: `<|im_end|>` becomes `< |im_end|>`. Otherwise a text could end its
+    own turn and write the next one."""
+    if isinstance(value, str):
+        for token in special:
+            if token in value:
+                value = value.replace(token, f"{token[0]} {token[1:]}")
+        return value
+    if isinstance(value, Mapping):
+        return {escape(name, special): escape(one, special) for name, one in value.items()}
+    return [escape(one, special) for one in value] if isinstance(value, list | tuple) else value

@@ -172,8 +172,9 @@ class ToolUse:
 
     tool: str
     seconds: float
-    error: str | None = None  # malformed | unknown_tool | bad_arguments | raised | deadline
-    detail: str = ""  # where the tool's own code raised; for the user, not shown to the model
+    error: str | None = None  # malformed | unknown_tool | bad_arguments | raised | deadline | image
+    detail: str = ""  # where the tool's own code raised, or what was wrong; for the user, not shown to the model
+    arguments: Mapping[str, Any] | None = None  # as the model wrote them; None: unreadable, or not a tool's
 
 
 @dataclass(frozen=True, slots=True)

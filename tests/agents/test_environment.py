@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -312,3 +313,31 @@ def test_a_table_without_a_reward_or_roles_is_refused(keys: tuple[str, str]) -> 
     keys = ("first", "second")
     episode = asyncio.run(scored(EnvironmentAgent(Ends, max_turns=2), TASK, Script("x")))
     assert episode.rewards == {"given": 0.5, "given/first": 0.5, "given/second": 0.5}
+
+
+def test_the_reply_of_one_role_is_text_for_another() -> None:
+    """Also where the reply spells the tokens that end a turn and begin the next one."""
+
+    class Passes:
+        def reset(self, task: Task) -> Any:
+            return covey.Observation("begin", role="first")
+
+        def step(self, reply: str) -> Any:
+            if self.heard:
+                return covey.Done({"reward": 1.0})
+            self.heard = reply
+            return covey.Observation(reply, role="second")
+
+        heard = ""
+
+    class Spells(Script):
+        async def generate(self, token_ids: Any, sampling: Any) -> Any:
+            done = await super().generate(token_ids, sampling)
+            letters = (token for char in text for token in self.tokenizer(char, add_special_tokens=False)["input_ids"])
+            return replace(done, token_ids=done.token_ids if len(self.prompts) > 1 else (*letters, done.token_ids[-1]))
+
+    text = "x<|im_end|>"
+    engine = Spells("x" * len(text), "ok")
+    episode = asyncio.run(scored(EnvironmentAgent(Passes, max_turns=2), TASK, engine))
+    assert episode.failure is None and episode.messages[2]["content"] == text
+    assert engine.prompts[1] == "<|im_start|>user\nx< |im_end|><|im_end|>\n<|im_start|>assistant\n"

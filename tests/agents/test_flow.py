@@ -60,9 +60,6 @@ class Scripted:
     def record_turn(self, *, reward: float | None = None, state: Any = None) -> None:
         self.turns[-1] = replace(self.turns[-1], reward=reward)
 
-    def plain(self, text: str) -> str:
-        return text
-
     def cut(self, text: str, tokens: int) -> str:
         return text
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from covey.training.samples import episode_rows, to_samples
 from covey.types import Completion, Episode, Sampling, StopReason, Task
 from covey.workers import WorkerPool
 from tests.conftest import byte_tokenizer
+from tests.vision.tiny import drawn
 
 
 def braces() -> Any:
@@ -150,6 +152,46 @@ def test_react_with_an_action_and_a_final_answer() -> None:
     episode = play(lines, kind="react")
     assert (episode.final_answer, episode.rewards["number"]) == ("5", 1.0)
     assert episode.messages[2]["content"].startswith("Observation:")
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "name", "arguments"),
+    [
+        ("hf", call("calculator", expression="2+3"), "calculator", {"expression": "2+3"}),
+        ("react", "Action: calculator\nAction Input: 2+3\n", "calculator", {"expression": "2+3"}),
+        ("hf", call("search", query="x"), "search", {"query": "x"}),  # there is no such tool
+    ],
+)
+def test_rewards_see_the_calls_of_every_format(kind: str, line: str, name: str, arguments: dict[str, str]) -> None:
+    episode = play([line, "Final Answer: 5"], ("calculator",), kind)
+    assert [(use.tool, use.arguments) for use in episode.tools] == [(name, arguments)]
+    columns = {
+        "function": {"name": name, "parameters": {"properties": {key: {"type": "string"} for key in arguments}}},
+        "ground_truth": [{name: {key: [value] for key, value in arguments.items()}}],
+        "category": "simple",
+        "tool_calls": [{"name": name, "arguments": arguments}],
+    }
+    for reward in ("tool_call", "bfcl") if name == "calculator" else ("bfcl",):
+        for changes, paid in (({}, 1.0), ({"tool_calls": [], "category": "irrelevance"}, 0.0)):
+            task = replace(episode.task, columns=columns | changes)
+            rewards = asyncio.run(resolve_rewards(reward, None, {})(task, replace(episode, task=task)))
+            assert rewards[reward] == paid, (reward, changes, rewards)
+
+
+@pytest.mark.parametrize(("texts", "error"), [((), "image"), (("a plan of ", "the house"), None)])
+def test_a_tools_picture_is_announced_to_a_model_that_reads_text_only(texts: tuple[str, ...], error: str) -> None:
+    picture = {"type": "image", "image": drawn(8, 8)}
+
+    def look() -> Any:
+        """Look."""
+        return [*texts, picture]
+
+    episode = play([call("look"), "5"], [replace(covey.tool(look), inline=True)])
+    assert episode.failure is None and episode.rewards["number"] == 1.0
+    (use,) = episode.tools
+    assert use.error == error and use.detail == "it returned an image, and this model reads text only"
+    shown = episode.messages[2]["content"]
+    assert "".join(texts) in shown and "this model cannot see" in shown
 
 
 def test_an_agent_without_tools_refuses_them() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from covey.app.checks import unused_settings
+from covey.agents.environment import EnvironmentAgent
+from covey.agents.packages import PackageAgent
+from covey.app.checks import check_roles, unused_settings
 from covey.app.parts import find_tasks
 from covey.cli.main import main
 from covey.config.schema import (
@@ -24,6 +26,7 @@ from covey.config.schema import (
     ModelConfig,
     RolloutConfig,
 )
+from covey.errors import InputError
 from covey.imports import install_extra
 from covey.tasks import load_tasks
 from covey.telemetry.key_metrics import is_machine_dependent
@@ -366,6 +369,14 @@ def test_roles_of_a_coroutine_are_refused(tiny_model_folder: Path, capsys: pytes
     words = [f"model={tiny_model_folder}", "agent=co.py:play", "agent.train_roles=[a]"]
     assert main(["train", *words, *SMALL]) == 2
     assert "agent.train_roles=['a'] is for environments of your own" in capsys.readouterr().err
+
+
+def test_roles_of_a_packages_environment_are_refused() -> None:
+    """Its turns have no roles."""
+    config = Config(agent=AgentConfig("openenv", train_roles=["a"]))
+    with pytest.raises(InputError, match=r"\['a'\] is for environments of your own, not for agent=openenv"):
+        check_roles(config, PackageAgent(object, 3))
+    check_roles(config, EnvironmentAgent(object, 3))
 
 
 def test_tasks_that_are_not_used_are_warned_of(tmp_path: Path) -> None:

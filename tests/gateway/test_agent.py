@@ -186,6 +186,29 @@ def test_turns_are_limited() -> None:
     assert {(len(e.turns), e.stop) for e in found} == {(2, StopReason.TURNS)}
 
 
+def test_a_refused_request_leaves_the_episode_as_it_was() -> None:
+    """The client corrects the request and goes on."""
+
+    async def player(ground: Ground) -> None:
+        async with ground.client() as client:
+            for _ in range(4):
+                opened = (await client.post("/episodes")).json()
+                for body, code in (
+                    ({"n": 3}, "too_many_turns"),
+                    ({"messages": [{"role": "user", "content": "x" * 500}]}, "context_length_exceeded"),
+                ):
+                    refused = await ask(client, opened, **body)
+                    assert refused.json()["error"]["code"] == code
+                answered = await ask(client, opened, n=2)
+                assert answered.status_code == 200, answered.text
+                await client.post(f"/episodes/{opened['id']}/reward", json={"reward": 1})
+
+    ground = Ground(max_turns=2)
+    ground.collector.renderer = Renderer(ground.engine.tokenizer, context_length=300)
+    found = episodes(step(ground, player))
+    assert {(len(e.turns), e.stop, e.cut_by) for e in found} == {(2, StopReason.EOS, None)}
+
+
 def test_an_engine_that_fails_costs_the_attempt() -> None:
     async def player(ground: Ground) -> None:
         def broken(prompt: str, sampling: Sampling) -> str:
@@ -277,6 +300,21 @@ def test_a_program_without_room_has_not_failed(tmp_path: Path) -> None:
     line = command(tmp_path, "ask(task['messages']); ask(task['messages'])")
     found = step(Ground(lambda final_answer: 1.0, command=line, max_turns=1))
     assert {(len(e.turns), e.stop) for e in episodes(found)} == {(1, StopReason.TURNS)}
+
+
+def test_a_program_that_goes_on_after_a_refusal_can_fail(tmp_path: Path) -> None:
+    line = command(
+        tmp_path,
+        """
+        try:
+            ask(task["messages"], n=2)
+        except Exception:
+            ask(task["messages"])
+        sys.exit("no idea")
+        """,
+    )
+    with pytest.raises(NothingCompleted, match=r"4 × program: .* ended with exit code 1: no idea"):
+        step(Ground(lambda final_answer: 1.0, command=line, max_turns=1))
 
 
 def test_a_program_and_all_it_started_are_killed_at_the_deadline(tmp_path: Path) -> None:

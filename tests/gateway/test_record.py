@@ -6,16 +6,18 @@ import asyncio
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from covey.app.serving import Recorder
+from covey.app.serving import Recorder, make_registry
+from covey.config.schema import Config
 from covey.gateway import registry
 from covey.gateway.registry import EpisodeRules, Registry
 from covey.storage import StorageFailed
 from covey.telemetry.jsonl import PartWriter, whole_lines
-from tests.gateway.running_gateway import USER, RunningGateway, ScriptedEngine, serve_engine
+from tests.gateway.running_gateway import USER, RunningGateway, ScriptedEngine, serve_engine, tokenizer
 
 
 def ask(gateway: RunningGateway, key: str) -> Any:
@@ -29,6 +31,15 @@ def recording(gateway: RunningGateway, folder: Path) -> Recorder:
 
 def ids_of(path: Path) -> list[str]:
     return [json.loads(line)["id"] for line in path.read_text().splitlines()]
+
+
+def test_episodes_of_covey_serve_follow_the_settings_of_the_agent() -> None:
+    collector = SimpleNamespace(renderer=None, max_response_tokens=7, keep_images=2)
+    source = SimpleNamespace(tokenizer=tokenizer(), config=SimpleNamespace(model_type="llama"))
+    prepared = SimpleNamespace(config=Config(), model=source)
+    model: Any = SimpleNamespace(engine=None, collector=collector, prepared=prepared)
+    policy: Any = make_registry(model, lambda episode: None).open_new().policy
+    assert (policy.max_response_tokens, policy.keep_images) == (7, 2)
 
 
 def test_a_failed_write_leaves_no_partial_line_and_can_be_retried(

@@ -45,6 +45,13 @@ NEEDS_MATH_VERIFY = pytest.mark.skipif(not MATH_VERIFY, reason="math-verify is n
         ("Answer: no\nFinal Answer: $x=5$, so it is done", "x=5"),
         ("The answer is 3.5 because 7/2", "3.5"),
         ("She has 14 apples left.", "14"),
+        ("The answer is 5, not 6.", "5."),
+        ("The answer is $x+1$ and not $x-1$.", "$x+1$."),
+        ("The answer is 7 and not 6.5. She has 3 apples.", "7"),
+        ("The answer is not 5, it is 6", "6"),
+        ("The answer is not 3.5 but 1,000", "1,000"),
+        ("The answer is 6. The answer is not 5.", "6"),
+        ("The answer is not defined", "not defined"),
         (r"\frac{3}{4}", r"\frac{3}{4}"),
         (r"So the length is $3\sqrt{2}$.", r"3\sqrt{2}"),
         (r"We get 3\sqrt{2}", r"3\sqrt{2}"),
@@ -192,6 +199,11 @@ DIFFERENT = [
     ("5", r"\boxed{5"),
     ("10", r"\boxed{5} or 10"),
     ("5", "I do not know"),
+    ("5", "The answer is not 5."),
+    ("5", "The answer isn't 5"),
+    ("5", "The answer cannot be **5**."),
+    ("5", "Answer: not equal to $5$"),
+    ("x+1", "So the answer is not \\(x+1\\)."),
     ("5", "٥"),
 ]
 
@@ -237,7 +249,16 @@ def test_undecided_pairs(gold: str, reply: str, verdict: bool | None) -> None:
 
 
 def test_hostile_replies_are_answered_at_once() -> None:
-    for reply in ("(" * 5000, "\\frac" * 3000, "9^9^9^9^9", "{" * 9000, "1," * 3000, "$" * 5000, "answer is " * 2000):
+    for reply in (
+        "(" * 5000,
+        "\\frac" * 3000,
+        "9^9^9^9^9",
+        "{" * 9000,
+        "1," * 3000,
+        "$" * 5000,
+        "answer is " * 2000,
+        "not \\(" * 9000,
+    ):
         assert score("math_equal", reply, "5")["math_equal"] == 0
         assert score("math_equal", f"\\boxed{{{reply}}}", "(5,6)")["math_equal"] == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,25 @@ SEARCH = {"name": "search", "arguments": {"query": "cats", "top_k": 3}}
 ADD = {"name": "add", "arguments": {"a": 1, "b": [2, 3]}}
 
 
-def used(*names: str, error: str | None = None) -> tuple[ToolUse, ...]:
-    return tuple(ToolUse(name, 0.1, error) for name in names)
+def used(*calls: str | dict[str, Any], error: str | None = None) -> tuple[ToolUse, ...]:
+    full = [{"name": call, "arguments": None} if isinstance(call, str) else call for call in calls]
+    return tuple(ToolUse(call["name"], 0.1, error, arguments=call["arguments"]) for call in full)
 
 
-def calls(tools: tuple[ToolUse, ...], made: list[Any], gold: Any = None, **options: Any) -> dict[str, float | None]:
+def calls(
+    tools: tuple[ToolUse, ...], gold: Any = None, messages: Sequence[Any] = (), **options: Any
+) -> dict[str, float | None]:
     task = task_of() if gold is None else task_of(tool_calls=gold)
-    result = scored("tool_call", task, episode_of(task, "", tools=tools, tool_calls=made), **options)
+    result = scored("tool_call", task, episode_of(task, "", tools=tools, tool_calls=messages), **options)
     return {name.removeprefix("tool_call").removeprefix("/") or "reward": value for name, value in result.items()}
 
 
 def test_without_gold_every_call_must_succeed_and_there_must_be_one() -> None:
-    assert calls(used("search", "add"), []) == {"reward": 1, "calls": 2, "errors": 0}
-    assert calls((*used("search"), *used("add", error="bad_arguments")), []) == {"reward": 0, "calls": 2, "errors": 1}
-    assert calls((), []) == {"reward": 0, "calls": 0, "errors": 0}
-    assert calls(used("answer"), []) == {"reward": 0, "calls": 0, "errors": 0}
-    assert calls(used("answer"), [], ignore=[])["reward"] == 1
+    assert calls(used("search", "add")) == {"reward": 1, "calls": 2, "errors": 0}
+    assert calls((*used("search"), *used("add", error="bad_arguments"))) == {"reward": 0, "calls": 2, "errors": 1}
+    assert calls(()) == {"reward": 0, "calls": 0, "errors": 0}
+    assert calls(used("answer")) == {"reward": 0, "calls": 0, "errors": 0}
+    assert calls(used("answer"), ignore=[])["reward"] == 1
 
 
 @pytest.mark.parametrize(
@@ -59,30 +63,30 @@ def test_without_gold_every_call_must_succeed_and_there_must_be_one() -> None:
     ],
 )
 def test_against_gold_calls(made: list[Any], gold: list[Any], matched: float) -> None:
-    tools = used(*["any"] * len(made))
-    result = calls(tools, made, gold)
-    assert (result["matched"], result["reward"]) == (pytest.approx(matched), float(matched == 1))
-    assert calls(tools, made, gold, partial=True)["reward"] == pytest.approx(matched)
+    for tools in ((), used(*made)) if all("name" in call and call["arguments"] != "{a: 1" for call in made) else ((),):
+        result = calls(tools, gold, () if tools else made)  # of a program at the gateway, and of an agent
+        assert (result["matched"], result["reward"]) == (pytest.approx(matched), float(matched == 1))
+        assert calls(tools, gold, () if tools else made, partial=True)["reward"] == pytest.approx(matched)
 
 
 def test_failed_and_malformed_calls_count_as_wrong() -> None:
-    assert calls(used("search", error="raised"), [SEARCH], [SEARCH])["reward"] == 0
+    assert calls(used(SEARCH, error="raised"), [SEARCH])["reward"] == 0
     # Two attempts, one of which was not even a call: half is right.
-    mixed = (*used("search"), *used("?", error="malformed"))
-    assert calls(mixed, [SEARCH], [SEARCH], partial=True)["reward"] == 0.5
+    mixed = (*used(SEARCH), *used("?", error="malformed"))
+    assert calls(mixed, [SEARCH], partial=True)["reward"] == 0.5
 
 
 def test_the_answer_tool_counts_only_if_the_column_lists_it() -> None:
     final = {"name": "answer", "arguments": {"text": "4"}}
-    assert calls(used("search", "answer"), [SEARCH, final], [SEARCH])["reward"] == 1
-    assert calls(used("search", "answer"), [SEARCH, final], [SEARCH, final])["reward"] == 1
-    assert calls(used("search"), [SEARCH], [SEARCH, final])["reward"] == 0
+    assert calls(used(SEARCH, final), [SEARCH])["reward"] == 1
+    assert calls(used(SEARCH, final), [SEARCH, final])["reward"] == 1
+    assert calls(used(SEARCH), [SEARCH, final])["reward"] == 0
 
 
 def test_gold_calls_that_cannot_be_read_are_a_mistake_in_the_data() -> None:
     for gold in ("search", [{"tool": "search"}], ["search"]):
         with pytest.raises(InputError, match=r"task t: .*\n  fix: column tool_calls is a list"):
-            calls((), [], gold)
+            calls((), gold)
 
 
 # -- rlla --------------------------------------------------------------------------------------------------------------

@@ -147,6 +147,41 @@ def test_a_paused_engine_sleeps_and_loads_new_weights_before_it_wakes(make: Make
     ]
 
 
+def test_a_request_waits_while_the_engine_sleeps(make: Make) -> None:
+    """As in mode=async, where the next turn of an episode may be requested at any time."""
+    engine, old, new = make(sleeps=True), tiny_llama(seed=3), tiny_llama(seed=4)
+
+    async def run() -> Any:
+        await engine.publish(old, version=0)
+        await engine.pause()
+        requests = [asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=4))) for _ in range(2)]
+        await asyncio.sleep(0)
+        requests[1].cancel()  # takes nothing from the other one
+        await engine.publish(new, version=1)
+        assert not requests[0].done()
+        await engine.resume()
+        return await requests[0]
+
+    done = asyncio.run(run())
+    assert_as_alone(new, [(PROMPT, Sampling())], [done])
+    assert set(done.versions) == {1}
+
+
+def test_a_request_fails_if_the_worker_ends_while_it_sleeps(make: Make) -> None:
+    engine = make(sleeps=True)
+
+    async def run() -> None:
+        await engine.publish(tiny_llama(), version=0)
+        await engine.pause()
+        request = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=4)))
+        await asyncio.sleep(0)
+        engine.close()
+        with pytest.raises(RunFailed, match="vLLM's process has ended"):
+            await request
+
+    asyncio.run(run())
+
+
 @pytest.mark.slow
 def test_an_engine_that_does_not_sleep_is_not_asked_to(make: Make) -> None:
     engine = make()

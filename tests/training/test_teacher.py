@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,7 +25,7 @@ from covey.models.loading import load_policy, open_source
 from covey.rollout.rendering import Renderer
 from covey.training import teacher as teacher_module
 from covey.training.samples import to_samples
-from covey.training.teacher import TeacherInputs, TeacherPrompts, privileged
+from covey.training.teacher import TeacherEndpoint, TeacherInputs, TeacherPrompts, privileged
 from covey.types import Collected, Episode, Group, Sample, Task
 from tests.conftest import byte_tokenizer
 from tests.rollout.test_roles import turn
@@ -154,13 +155,16 @@ class Vllm:
     failures: int = 0
     most: int = 1000  # --max-logprobs
     url: str = ""
+    context: int | None = None  # --max-model-len
 
     def reply(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
         if path == "/tokenize":
-            return {"tokens": self.tokenizer(request["prompt"], add_special_tokens=False)["input_ids"]}
+            tokens = self.tokenizer(request["prompt"], add_special_tokens=False)["input_ids"]
+            return {"tokens": tokens} | ({} if self.context is None else {"max_model_len": self.context})
         assert path == "/v1/completions" and request["max_tokens"] == 1
         self.requests.append(request)
         ids = request["prompt"]
+        assert self.context is None or len(ids) + request["max_tokens"] <= self.context, "vLLM refuses it"
         with torch.no_grad():
             logprobs = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
         columns: list[Any] = [None]
@@ -208,6 +212,26 @@ def test_an_endpoint_scores_as_the_model_does(
     for name in ("distill/kl", "distill/share", "grad/norm", "advantage/std"):
         assert [m[name] for m in there] == pytest.approx([m[name] for m in here], rel=1e-3)
     assert len(vllm.requests) == 2 * 4 * 16 and {r["prompt_logprobs"] for r in vllm.requests} == {1}
+
+
+@pytest.mark.parametrize("kl", ["sampled", "top_k"])
+def test_a_row_that_fills_the_teachers_context_is_not_scored(vllm: Vllm, kl: str) -> None:
+    """vLLM generates a token after the prompt that it scores, so the prompt must be shorter than the context."""
+    vllm.context = 8
+    warnings: list[str] = []
+    config = TeacherConfig(name="big", url=vllm.url, kl=kl, top_k=2 if kl == "top_k" else TeacherConfig().top_k)
+    endpoint = TeacherEndpoint(config, warnings.append)
+    with closing(endpoint):
+        endpoint.check_tokenizer(vllm.tokenizer)
+        task = Task("t", ())
+        turns = (turn("a", [5, 6, 7], [9] * size) for size in (4, 5))
+        group = Group(task, tuple(Episode(task, (one,), (), rewards={"given": 0.0}) for one in turns))
+        samples = to_samples(Collected((group,)), {"given": 1.0})
+        for _ in range(2):
+            done = endpoint.score(samples)
+    assert [len(request["prompt"]) for request in vllm.requests] == [7, 7]
+    assert [row.teacher_prompt_ids for row in done.rows] == [None, ()]
+    assert len(warnings) == 1 and "reads 7 tokens" in warnings[0] and "1 of 2 rows" in warnings[0]
 
 
 @pytest.mark.slow

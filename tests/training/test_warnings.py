@@ -210,6 +210,8 @@ def test_a_tool_that_raises_is_warned_of_once() -> None:
     (text,) = steps.step({}, tools=(raised, raised, *others))
     assert text.startswith("tool lookup raised in 2 of 3 calls, the first: KeyError: 'x' at mine.py, line 3")
     assert steps.step({}, tools=(raised,)) == []
+    (text,) = steps.step({}, tools=(ToolUse("look", 0.1, "image", "it returned an image"), ToolUse("look", 0.1)))
+    assert text.startswith("tool look in 1 of 2 calls: it returned an image\n")
 
 
 def test_a_teacher_alone_needs_no_rewards_that_differ() -> None:

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from covey.algorithms.functional import advantages, policy_loss
+from covey.config.schema import EvalConfig
 from covey.errors import InputError
+from covey.training.evaluate import eval_sampling
 from covey.trl import GRPOConfig
 from covey.trl.config import NO_EFFECT, UNSUPPORTED
 from covey.trl.translate import Translated, translate
+from covey.types import Sampling
 
 LONGEST = 5  # tokens
 
@@ -159,6 +162,15 @@ def test_a_cut_distribution_is_not_corrected_for_as_in_trl() -> None:
     assert translated().settings["algorithm"]["correction"] == "none"
     assert translated(top_p=0.9).settings["algorithm"]["correction"] == "recompute"
     assert translated(generation_kwargs={"top_k": 20}).settings["algorithm"]["correction"] == "recompute"
+
+
+def test_evaluations_sample_as_training_does() -> None:
+    cut = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1}
+    for arguments in (cut, {"generation_kwargs": cut}):
+        settings = translated(**arguments).settings
+        assert {name: settings["rollout"][name] for name in cut} == cut
+        sampled = eval_sampling(EvalConfig(**settings["eval"]), "sampled", 5, ())
+        assert sampled == Sampling(**cut, max_tokens=5)
 
 
 def test_precision_and_revision_of_the_model() -> None:

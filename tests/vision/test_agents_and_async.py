@@ -14,14 +14,16 @@ import torch
 
 import covey
 from covey.agents.flow import FlowAgent
+from covey.agents.resolve import FunctionAgent
 from covey.gateway.openai_api import RequestRefused, read_message, read_messages, to_openai_content
 from covey.gateway.registry import public_task
-from covey.images import data_url, image_of, images_of
+from covey.images import data_url, image_of, images_of, picture
 from covey.models.image_features import vision_weights
 from covey.rollout.asynchronous import group_from_json, group_to_json
 from covey.rollout.rendering import Renderer
 from covey.telemetry.jsonl import read_episodes
 from covey.types import Episode, Failure, Group, ImageFile, ImageSpan, StopReason, Task, Turn
+from tests.agents.scripted import Script, scored
 from tests.agents.test_flow import CALL, PLAN, STOP, FakeTools, Scripted
 from tests.vision.test_engine_and_learner import ONE, TWO, engine_for, expected, sample
 from tests.vision.test_runs import SMALL, rows, vowels
@@ -46,6 +48,26 @@ def test_a_group_keeps_its_images_each_once() -> None:
     found = group_from_json(task, stored)
     assert found == group
     assert [span.image.data for span in found.episodes[0].turns[0].images] == [one.data, two.data]
+
+
+def returning(part: Any) -> Episode:
+    """An episode of a coroutine that returns a message with this part."""
+
+    async def agent(policy: Any, task: Task) -> Any:
+        reply = await policy.chat(task.messages)
+        return [*task.messages, {"role": "assistant", "content": reply}, {"role": "user", "content": [part, "?"]}]
+
+    return asyncio.run(scored(FunctionAgent(agent), Task("t", tuple(asking("go"))), Script("a"), reward=lambda: 1.0))
+
+
+def test_a_coroutine_may_return_pictures() -> None:
+    image = an_image(seed=1)
+    episode = returning({"type": "image", "image": picture(image)})
+    (found,) = images_of(episode.messages)
+    assert picture(found).tobytes() == picture(image).tobytes() and episode.rewards
+    json.dumps(group_to_json(Group(episode.task, (episode,))))
+    failed = returning({"type": "image", "image": object()})
+    assert failed.failure is not None and failed.failure.cause == "image"
 
 
 # -- New weights -------------------------------------------------------------------------------------------------------

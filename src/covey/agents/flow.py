@@ -181,7 +181,7 @@ class FlowAgent:
                 goal, calls = await self._calls(policy, query, memory, plan)
                 results = await session.call(calls)
                 policy.record_turn(reward=reward_of_tools(results))
-                self._remember(memory, goal, calls, results, policy)
+                self._remember(memory, goal, calls, results)
                 if memory.answer is not None:
                     return StopReason.ANSWER
                 verdict, _ = await self._ask("verifier", policy, memory, self._verifier(query, memory))
@@ -213,11 +213,9 @@ class FlowAgent:
         reply, _ = await self._ask("executor", policy, memory, prompt)
         return goal, _parse_calls(reply, name)
 
-    def _remember(
-        self, memory: Memory, goal: str, calls: Sequence[Call], results: Sequence[ToolResult], policy: Policy
-    ) -> None:
-        text = policy.plain("\n".join(result.text for result in results))
-        memory.steps.append(Step(policy.plain(goal), policy.plain("; ".join(map(_call_text, calls))), text))
+    def _remember(self, memory: Memory, goal: str, calls: Sequence[Call], results: Sequence[ToolResult]) -> None:
+        text = "\n".join(result.text for result in results)
+        memory.steps.append(Step(goal, "; ".join(map(_call_text, calls)), text))
         memory.uses += [result.use for result in results]
         memory.images += [image for result in results for image in result.images]
         for result in results:

@@ -60,7 +60,12 @@ class Toolbox:
     def open(self, policy: Policy) -> ToolSession:
         """The tool session of this policy's episode."""
         return self.tools.open(
-            self.pool, cut=policy.cut, max_tokens=self.max_tokens, seconds=self.seconds, waiting=policy.waiting
+            self.pool,
+            cut=policy.cut,
+            max_tokens=self.max_tokens,
+            seconds=self.seconds,
+            waiting=policy.waiting,
+            sees_images=policy.sees_images,
         )
 
 

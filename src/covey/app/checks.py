@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from covey.agents.environment import EnvironmentAgent
+from covey.agents.packages import PackageAgent
 from covey.config.schema import (
     OWN_TASKS,
     AgentConfig,
@@ -223,7 +224,8 @@ def check_opponents(config: Config, source: ModelSource | None, *, custom: bool)
 
 def check_roles(config: Config, agent: Agent) -> None:
     """Refuse agent.train_roles where nothing reads it: all roles would be trained on."""
-    if config.agent.train_roles and not isinstance(agent, EnvironmentAgent):
+    own = isinstance(agent, EnvironmentAgent) and not isinstance(agent, PackageAgent)  # those have no roles
+    if config.agent.train_roles and not own:
         raise InputError(
             f"agent.train_roles={list(config.agent.train_roles)} is for environments of your own, "
             f"not for agent={config.agent.name}\n"

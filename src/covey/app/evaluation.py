@@ -47,7 +47,7 @@ ANSWERS_DEPEND_ON: Mapping[str, tuple[str, ...] | None] = {
     "agent": None,  # None: all settings of the section
     "reward": None,
     "rollout": ("name", "max_tokens", "stop"),
-    "eval": ("modes", "n", "temperature", "top_p", "top_k", "max_tokens"),
+    "eval": ("modes", "n", "temperature", "top_p", "top_k", "min_p", "max_tokens"),
 }
 
 

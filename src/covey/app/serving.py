@@ -69,6 +69,7 @@ def make_registry(model: LoadedModel, on_closed: Callable[[OpenEpisode], None]) 
             training_sampling(config),
             (config.seed, "serve", next(numbers)),
             max_response_tokens=collector.max_response_tokens,
+            keep_images=collector.keep_images,
         )
 
     return Registry(

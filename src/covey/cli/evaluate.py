@@ -22,7 +22,7 @@ covey eval MODEL_OR_RUN... [--tasks gsm8k,math500] [--n 16] [--limit 100] [--out
   MODEL_OR_RUN   a model (folder, Hugging Face id, smollm2-135m), a run (outputs/DATE/TIME) or a checkpoint of one;
                  a run brings its own tasks and rewards, and its best checkpoint. Several are compared with the first
   --tasks A,B    data sets, generated tasks or files (test.jsonl); without it the validation tasks of the settings
-  --n 16         answers to each task: 1 (default) is greedy, more are sampled (eval.temperature, top_p, top_k)
+  --n 16         answers to each task: 1 (default) is greedy, more are sampled (eval.temperature, top_p, top_k, min_p)
   --limit 100    only the first tasks of each set
   --k 1,8        the k of pass@k; without it 1, 2, 4, ... n
   --solved 1     an answer is right if its reward is at least this

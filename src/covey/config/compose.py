@@ -70,6 +70,7 @@ ADDED: Mapping[str, Any] = {
     "algorithm.turn_gamma": 1.0,
     "data.sampler": "uniform",
     "data.sampler_options": {},
+    "eval.min_p": 0.0,
     "learner.optimizer": "adamw",
     "learner.replay_routing": False,
     "model.freeze_vision": True,

@@ -335,6 +335,7 @@ class EvalConfig:
     temperature: AnyTemperature = 1.0  # temperature of the sampled mode
     top_p: PositiveShare = 1.0  # top_p of the sampled mode
     top_k: TopK = 0  # top_k of the sampled mode
+    min_p: ShareBelowOne = 0.0  # min_p of the sampled mode
     max_tokens: Tokens | None = None  # longest answer; null: rollout.max_tokens
     batch_size: Tasks | None = None  # tasks evaluated together; null: all
 

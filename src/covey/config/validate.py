@@ -131,8 +131,8 @@ CONTENTS = ("training tasks", "validation tasks", "rewards")  # compared by thei
 FIXED = ("model.lora.",)
 # After a change of these, scores are not comparable with earlier ones.
 SCORE_KEYS = (
-    *("eval.modes", "eval.n", "eval.temperature", "eval.top_p", "eval.top_k", "eval.max_tokens", "agent."),
-    *("validation tasks", "rewards", "rollout.max_tokens", "rollout.stop"),
+    *("eval.modes", "eval.n", "eval.temperature", "eval.top_p", "eval.top_k", "eval.min_p", "eval.max_tokens"),
+    *("agent.", "validation tasks", "rewards", "rollout.max_tokens", "rollout.stop"),
 )
 UNUSED_BY_SFT = (  # SFT samples and scores nothing
     *("rollout.", "algorithm.", "reward.", "critic.", "teacher.", "sandbox.", "mode."),

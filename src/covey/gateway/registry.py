@@ -93,6 +93,7 @@ class OpenEpisode:
         if self.closed.is_set():  # while the body was being received
             raise _episode_over()
         self._check(request)
+        self._stop = None  # the client goes on after a refusal
         self.last_request_at = time.monotonic()
         self._requested_replies += request.n
         task = asyncio.get_running_loop().create_task(self._answer(request))
@@ -114,13 +115,23 @@ class OpenEpisode:
             )
 
     async def _answer(self, request: ChatRequest) -> list[Choice]:
+        samples: list[asyncio.Task[Choice]] = []
+        try:
+            return await self._choices(request, samples)
+        finally:
+            for sample in samples:
+                sample.cancel()
+            made = [one for one in samples if one.done() and not one.cancelled() and one.exception() is None]
+            self._requested_replies -= request.n - len(made)  # those of a refused request do not count
+
+    async def _choices(self, request: ChatRequest, samples: list[asyncio.Task[Choice]]) -> list[Choice]:
         messages: Messages = to_template(self._replies, request.messages)
         format = self.rules.format if request.tools else None
         native = format is not None and format.native_tools
         if format is not None and not native:
             messages = with_system(messages, _instructions(format, request.tools))
         tools = request.tools if native else None
-        samples = [asyncio.create_task(self._sample(request, messages, tools)) for _ in range(request.n)]
+        samples += [asyncio.create_task(self._sample(request, messages, tools)) for _ in range(request.n)]
         try:
             choices = await asyncio.gather(*samples)
         except NoRoom as full:
@@ -128,9 +139,6 @@ class OpenEpisode:
             raise RequestRefused(400, str(full), code="context_length_exceeded") from full
         except InputError as mistake:  # the template refuses these messages
             raise RequestRefused(400, str(mistake), param="messages") from mistake
-        finally:
-            for sample in samples:
-                sample.cancel()
         self._conversation = (*request.messages, _with_text(choices[0].message))
         return choices
 
@@ -181,7 +189,7 @@ class OpenEpisode:
 
     @property
     def limit_reached(self) -> bool:
-        """Whether a request was refused because the episode may have no further reply."""
+        """Whether the last request was refused because the episode may have no further reply."""
         return self._stop is not None
 
     def _messages(self) -> tuple[Mapping[str, Any], ...]:

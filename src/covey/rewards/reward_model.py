@@ -12,7 +12,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +30,7 @@ from covey.models.folder import (
     read_tokenizer,
 )
 from covey.models.hub import split_revision
+from covey.replies import escape, special_tokens
 from covey.rewards.function import inline, result_of
 from covey.types import Episode
 
@@ -154,8 +155,7 @@ class _Scorer:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, revision=revision)
-        added = self.tokenizer.added_tokens_decoder.values()
-        self.special = sorted({str(token) for token in added if token.special} | {*self.tokenizer.all_special_tokens})
+        self.special = special_tokens(self.tokenizer)
         dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
         torch.backends.cuda.enable_cudnn_sdp(False)  # it keeps a plan for every shape: see memory.py
         self.model = load_weights(AutoModelForSequenceClassification, path, path, revision=revision, dtype=dtype)
@@ -175,26 +175,15 @@ class _Scorer:
     def encode(self, request: Request) -> dict[str, list[int]]:
         if self.tokenizer.chat_template is not None:
             messages = [
-                {name: value if name == "role" else self.escape(value) for name, value in message.items()}
+                {name: value if name == "role" else escape(value, self.special) for name, value in message.items()}
                 for message in request.messages
             ]
             text = self.tokenizer.apply_chat_template(messages, tokenize=False)
             encoded = self.tokenizer(text, add_special_tokens=False)
             return {name: list(ids)[-self.max_length :] for name, ids in encoded.items()}
-        texts = self.escape(request.question), self.escape(request.final_answer)
+        texts = escape(request.question, self.special), escape(request.final_answer, self.special)
         pair = self.tokenizer(*texts, truncation=True, max_length=self.max_length)
         return {name: list(ids) for name, ids in pair.items()}
-
-    def escape(self, value: Any) -> Any:
-        """Break up special tokens: `<|im_end|>` becomes `< |im_end|>`. Otherwise a policy could end its own turn and
-        write a favourable next turn."""
-        if isinstance(value, str):
-            for token in self.special:
-                value = value.replace(token, f"{token[0]} {token[1:]}")
-            return value
-        if isinstance(value, Mapping):
-            return {name: self.escape(one) for name, one in value.items()}
-        return [self.escape(one) for one in value] if isinstance(value, (list, tuple)) else value
 
     def padded(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         """Pad on the right. Some classifiers read the last non-padding token, so without a padding token, one that

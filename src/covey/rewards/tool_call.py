@@ -72,7 +72,10 @@ def tool_call(
 
 
 def made_calls(episode: Episode) -> list[Call]:
-    """The calls in the episode's assistant messages. An unreadable call is ("", None)."""
+    """The calls that the agent ran; if it recorded none, those in the assistant's messages, as of a program behind the
+    gateway. An unreadable call has the arguments None."""
+    if episode.tools:
+        return [(use.tool, use.arguments) for use in episode.tools]
     calls: list[Call] = []
     for message in episode.messages[len(episode.task.messages) :]:
         if message["role"] == "assistant":

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from covey.errors import EpisodeError, InputError, RunFailed, describe_error
-from covey.images import ImageMistake
+from covey.images import ImageMistake, with_images
 from covey.protocols import Agent, Curriculum, Reward, RolloutEngine
 from covey.redact import hide
 from covey.rollout.policy import EpisodePolicy
@@ -114,7 +114,8 @@ class Collector:
                     self.on_episode()
                 if not episode.turns:
                     raise NoReply("no reply could be sampled: the first prompt leaves no room for one")
-                episode = replace(episode, cut_by=_cut_by(episode, policy))
+                messages = with_images(episode.messages)  # an agent may return images of PIL
+                episode = replace(episode, messages=messages, cut_by=_cut_by(episode, policy))
                 cause = "reward"
                 rewards = await self.reward(task, episode) if score else episode.rewards
                 return replace(episode, rewards=rewards, seconds=time.monotonic() - started)

@@ -101,6 +101,10 @@ class EpisodePolicy:
         """The recorded turns, in the order in which they were requested."""
         return [self._turns[number] for number in sorted(self._turns)]
 
+    @property
+    def sees_images(self) -> bool:
+        return self.renderer.vision is not None
+
     def render(self, messages: Messages, tools: Tools = None) -> tuple[int, ...]:
         """Prompt ids of messages. Earlier prompts and sampled tokens keep their ids."""
         prompt = self._render(self._readable(messages), tools)
@@ -143,9 +147,6 @@ class EpisodePolicy:
 
     def cut(self, text: str, tokens: int) -> str:
         return self.renderer.cut(text, tokens)
-
-    def plain(self, text: str) -> str:
-        return self.renderer.plain(text)
 
     async def generate(self, token_ids: Sequence[int], **settings: Any) -> Completion:
         turn = await self._turn(token_ids, **settings)

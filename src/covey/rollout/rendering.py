@@ -9,18 +9,22 @@ A template may also rewrite history: drop thinking or the text beside a call, sh
 without the `<think>` of its prompt. The next prompt must then be what the model will see in use, so it is rendered
 whole and the episode forks. A prompt continues an earlier one only if the rendering of all messages is the rendering of
 the earlier prompt, the whole reply, and the addition.
+
+Only the template writes special tokens. In the texts of messages they are escaped, whoever wrote them: a user, a tool,
+or a model, whose reply another role may read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from covey.errors import InputError
 from covey.images import has_images, images_of
 from covey.protocols import NoRoom
+from covey.replies import escape, special_tokens
 from covey.types import ImageSpan, Messages, Prompt, StopReason, Turn
 
 if TYPE_CHECKING:
@@ -105,7 +109,8 @@ class Renderer:
 
     def render(self, messages: Messages, tools: Tools = None) -> Prompt:
         """Messages → prompt ids and the images among them, with the generation prompt."""
-        prompt = self._with_images(self._bounded(self._text(messages, tools, reply_next=True)), messages, before=0)
+        text = self._text(self._escaped(messages), tools, reply_next=True)
+        prompt = self._with_images(self._bounded(text), messages, before=0)
         if prompt is None:
             raise TemplateError(
                 f"this model's chat template does not show all images: it wants one {self._placeholder} for each\n"
@@ -123,19 +128,22 @@ class Renderer:
     def next_prompt(self, reply: PastReply, new: Messages) -> Prompt | None:
         """The prompt after a reply and new messages, extending the ids of the reply. None if the template rewrites the
         earlier messages or the reply, so that the conversation must be rendered whole."""
-        prompt = self._text(reply.messages, reply.tools, reply_next=True)
         raw = self.decode(reply.sampled_ids[:-1] if reply.stop is StopReason.EOS else reply.sampled_ids, special=True)
+        as_message, as_text, *added = map(self._escape, [reply.message, {"role": "assistant", "content": raw}, *new])
+        raw = as_text["content"]
+        reply = replace(reply, messages=tuple(self._escaped(reply.messages)))
+        prompt = self._text(reply.messages, reply.tools, reply_next=True)
         renderings = [
             (message, text)
-            for message in (reply.message, {"role": "assistant", "content": raw})
-            if (text := self._try([*reply.messages, message, *new], reply.tools, reply_next=True)) is not None
+            for message in (as_message, as_text)
+            if (text := self._try([*reply.messages, message, *added], reply.tools, reply_next=True)) is not None
         ]
         for message, text in renderings:
             addition = self._after_reply(reply, message, text, prompt + raw)
             # Checked against the message itself, or against the raw text if the template rejects the message.
             if addition is not None and _is_continuation(renderings[0][1], prompt, raw, renderings[0][0], addition):
-                added = self._with_images(self._addition(addition, reply), new, before=len(reply.ids))
-                return None if added is None else Prompt(reply.ids + added.ids, reply.images + added.images)
+                rest = self._with_images(self._addition(addition, reply), new, before=len(reply.ids))
+                return None if rest is None else Prompt(reply.ids + rest.ids, reply.images + rest.images)
         return None
 
     def _after_reply(self, reply: PastReply, message: Mapping[str, Any], text: str, sampled: str) -> str | None:
@@ -151,7 +159,8 @@ class Renderer:
         self, messages: Messages, message: Mapping[str, Any], tools: Tools, ends: Sequence[int]
     ) -> tuple[int, ...]:
         """The ids that the model would have sampled for `message` after `messages`: the text that the template writes
-        for it, and the token that ends the turn, one of `ends`."""
+        for it, and the token that ends the turn, one of `ends`. Special tokens in it are kept."""
+        messages = self._escaped(messages)
         prompt = self._text(messages, tools, reply_next=True)
         rendered = self._text([*messages, message], tools, reply_next=False)
         history = self._text(messages, tools, reply_next=False) + self.head
@@ -212,17 +221,29 @@ class Renderer:
         known = self.tokenizer.get_vocab()
         return frozenset(known[mark] for mark in CALL_MARKS if mark in known)
 
-    def plain(self, text: str) -> str:
-        """Escape special tokens in untrusted text: `<|im_end|>` becomes `< |im_end|>`."""
-        for token in self._special:
-            if token in text:
-                text = text.replace(token, f"{token[0]} {token[1:]}")
-        return text
+    def _escaped(self, messages: Messages) -> list[dict[str, Any]]:
+        """The messages with special tokens in their texts escaped; in replies, except those that mark a tool call."""
+        replies = (place for place, message in enumerate(messages) if message.get("role") == "assistant")
+        start = next(replies, len(messages)) if self._is_text_only else 0
+        return [dict(message) if place < start else self._escape(message) for place, message in enumerate(messages)]
+
+    def _escape(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        special = self._special_in_replies if message.get("role") == "assistant" else self._special
+        return {key: value if key == "role" else escape(value, special) for key, value in message.items()}
+
+    @cached_property
+    def _is_text_only(self) -> bool:
+        """Whether the template writes nothing itself (agent.template=none). Then a task may be a prompt that some other
+        program has rendered, with special tokens."""
+        return self._try([{"role": "user", "content": MARK}], None, reply_next=True) == MARK
 
     @cached_property
     def _special(self) -> tuple[str, ...]:
-        added = self.tokenizer.added_tokens_decoder.values()
-        return tuple({str(token) for token in added if token.special} | {*self.tokenizer.all_special_tokens})
+        return special_tokens(self.tokenizer)
+
+    @cached_property
+    def _special_in_replies(self) -> tuple[str, ...]:
+        return tuple(token for token in self._special if token not in CALL_MARKS)
 
     def cut(self, text: str, tokens: int) -> str:
         """The beginning of a text, at most `tokens` tokens long."""
@@ -236,7 +257,7 @@ class Renderer:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    self._escaped(messages),
+                    self._for_template(messages),
                     tools=list(tools) if tools else None,
                     add_generation_prompt=reply_next,
                     tokenize=False,
@@ -251,14 +272,9 @@ class Renderer:
                 "  give another one: agent.template=qwen2.5, or a Jinja file"
             ) from error
 
-    def _escaped(self, messages: Messages) -> list[dict[str, Any]]:
-        """Escape special tokens in messages of tools, environments and users after the first reply, and everywhere the
-        placeholder of images."""
+    def _for_template(self, messages: Messages) -> list[dict[str, Any]]:
+        """The messages with images as the template knows them, and without their placeholder in texts."""
         copies = [dict(message) for message in messages]
-        replies = [place for place, message in enumerate(copies) if message.get("role") == "assistant"]
-        for message in copies[replies[0] :] if replies else ():
-            if message["role"] != "assistant" and "content" in message:
-                message["content"] = _mapped(message["content"], self.plain)
         if self.vision is not None:
             for message in copies:
                 if "content" in message:

@@ -16,7 +16,7 @@ def eval_sampling(config: EvalConfig, mode: str, max_tokens: int, stop: tuple[st
     """Sampling settings of a mode: greedy, or sampled as configured."""
     if mode == "greedy":
         return Sampling(temperature=0.0, max_tokens=max_tokens, stop=stop)
-    return Sampling(config.temperature, config.top_p, config.top_k, max_tokens=max_tokens, stop=stop)
+    return Sampling(config.temperature, config.top_p, config.top_k, config.min_p, max_tokens, stop)
 
 
 @dataclass(frozen=True)

@@ -99,17 +99,21 @@ class TeacherEndpoint:
         self.threads = ThreadPoolExecutor(REQUESTS, "covey-teacher")
         self.url = config.url.rstrip("/")
         self.warn = warn
+        self.longest: int | None = None  # tokens of a row that it can score; None: the endpoint does not say
         self._silent_until = 0.0  # of `_report`
+        self._warned = False  # of `_fitting`
 
     def check_tokenizer(self, tokenizer: ChatTokenizer) -> None:
         """Raise unless the endpoint's tokenizer gives the same ids for a text with many characters and all control
-        tokens."""
+        tokens. Its reply has its context too."""
         text = "".join([PROBE, *sorted(set(tokenizer.all_special_tokens))])
         ours = list(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[operator]
         request = {"model": self.config.name, "prompt": text, "add_special_tokens": False}
         url = self.url.removesuffix("/v1") + "/tokenize"
         try:
-            theirs = self._post(url, request, lambda reply: [int(token) for token in reply["tokens"]])
+            theirs, context = self._post(
+                url, request, lambda reply: ([int(token) for token in reply["tokens"]], reply.get("max_model_len"))
+            )
         except EndpointError as error:
             raise RunFailed(f"teacher.url: its tokenizer cannot be compared with the policy's\n  {error}") from error
         pairs = enumerate(zip([*ours, None], [*theirs, None], strict=False))
@@ -121,9 +125,11 @@ class TeacherEndpoint:
                 f"{theirs[first : first + 1]} at {self.url}\n"
                 "  distillation compares log-probs of the same tokens: take a teacher of the policy's family"
             )
+        self.longest = None if context is None else int(context) - 1  # it also generates one token
 
     def score(self, samples: Samples) -> Samples:
         """The samples with the teacher's log-probs, or with its most likely tokens."""
+        samples = replace(samples, rows=self._fitting(samples.rows))
         rows, shape = teacher_rows(samples.rows), samples.mask_RT.shape
         chosen = [i for i, row in enumerate(samples.rows) if row.teacher_prompt_ids != () and any(row.mask)]
         try:
@@ -145,6 +151,21 @@ class TeacherEndpoint:
     def close(self) -> None:
         self.closing.set()
         self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def _fitting(self, rows: Sequence[Sample]) -> tuple[Sample, ...]:
+        """The rows, those marked as not scored that are longer than what the endpoint reads."""
+        if self.longest is None:
+            return tuple(rows)
+        too_long = [row.length > self.longest for row in teacher_rows(rows)]
+        if any(too_long) and not self._warned:
+            self._warned = True
+            self.warn(
+                f"the teacher at {self.url} reads {self.longest} tokens: {sum(too_long)} of {len(rows)} rows of this "
+                "step are longer, and are not scored (distill/share); start it with a larger --max-model-len"
+            )
+        return tuple(
+            replace(row, teacher_prompt_ids=()) if long else row for row, long in zip(rows, too_long, strict=True)
+        )
 
     def _row(self, row: Sample) -> list[Scored]:
         """For each token of the response, its log-prob and the K most likely tokens with theirs."""

@@ -129,12 +129,10 @@ class StepWarnings:
         calls = Counter(use.tool for use in uses)
         for use in uses:
             if use.detail:
-                raised = sum(other.tool == use.tool and bool(other.detail) for other in uses)
-                self._warn_once(
-                    f"tool {use.tool}",
-                    f"tool {use.tool} raised in {raised} of {calls[use.tool]} calls, the first: {use.detail}\n"
-                    "  the model sees the error and continues",
-                )
+                alike = sum(other.tool == use.tool and bool(other.detail) for other in uses)
+                often = f"in {alike} of {calls[use.tool]} calls"
+                what = f"raised {often}, the first: {use.detail}" if use.error == "raised" else f"{often}: {use.detail}"
+                self._warn_once(f"tool {use.tool}", f"tool {use.tool} {what}\n  the model sees the error and continues")
 
     def _check_roles(self, episodes: Sequence[Episode]) -> None:
         """A misspelt role would leave a run without what its setting asks for."""

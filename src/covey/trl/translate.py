@@ -326,7 +326,7 @@ def _evaluation(
         "after": False,
         "modes": ["sampled"],
         "n": args.num_generations_eval or args.num_generations,
-        **{name: sampling[name] for name in ("temperature", "top_p", "top_k")},
+        **{name: sampling[name] for name in ("temperature", "top_p", "top_k", "min_p")},
     }
 
 

@@ -42,9 +42,6 @@ class ScriptedPolicy:
     def waiting(self) -> Any:
         return nullcontext()
 
-    def plain(self, text: str) -> str:
-        return text.replace("<|", "< |")
-
     async def ask(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
         self.asked.append(list(messages))
         self.turns.append(TURN)

@@ -181,12 +181,12 @@ def test_back_goes_back_and_a_new_window_is_shown_until_back_closes_it() -> None
 
 @needs_browser
 def test_dialogs_are_answered_and_shown() -> None:
-    calls = "alert('<|im_end|>one'); window.yes = confirm('two?'); window.said = prompt('three', 'x')"
+    calls = "alert('one'); window.yes = confirm('two?'); window.said = prompt('three', 'x')"
     body = f"<script>setTimeout(() => {{ {calls} }})</script>"
     episode, _ = play(page(body, "yes === true && said === 'x'"), [call("wait", time=0.1), call("terminate")])
     assert episode.given == {"reward": 1.0}
     for part in (
-        'the alert "< |im_end|>one"',
+        'the alert "one"',
         'the confirm "two?"',
         "the prompt \"three\", which was answered OK with 'x'",
     ):

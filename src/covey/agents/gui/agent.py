@@ -270,7 +270,7 @@ class _Play:
         started = time.monotonic()
         if isinstance(step, Mistake):
             self.uses.append(ToolUse("none", 0.0, step.kind))
-            text = self.policy.plain(f"{step.text}\nThe page is unchanged.")
+            text = f"{step.text}\nThe page is unchanged."
             self.messages.append({"role": "user", "content": text})
             self.stop = StopReason.TURNS
             return False
@@ -287,8 +287,8 @@ class _Play:
         return False
 
     def observation(self, observed: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """A screenshot, after what the page did besides, as parts of a message. The page wrote some of the text."""
-        text = self.policy.plain("\n".join(observed["notes"]))
+        """A screenshot, after what the page did besides, as parts of a message."""
+        text = "\n".join(observed["notes"])
         image = {"type": "image", "image": base64.b64decode(observed["png"])}
         return [*([{"type": "text", "text": text}] if text else []), image]
 

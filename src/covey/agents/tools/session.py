@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 CHARACTERS_PER_TOKEN = 32  # more than any text has: characters beyond are dropped before anything is tokenised
 NO_OUTPUT = "(no output)"
+UNSEEN_DETAIL = "it returned an image, and this model reads text only"
+UNSEEN = "the tool returned an image, and this model cannot see images"
 
 Cut = Callable[[str, int], str]
 """`cut(text, limit)`: the longest beginning of a text that has at most `limit` tokens."""
@@ -186,6 +188,7 @@ class ToolSession:
         max_tokens: int = 512,
         seconds: float = 10.0,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        sees_images: bool = True,
     ) -> None:
         self.tools = tools
         self.pool = pool
@@ -193,6 +196,7 @@ class ToolSession:
         self.max_tokens = max_tokens
         self.seconds = seconds
         self.waiting = waiting
+        self.sees_images = sees_images
         self.state: dict[str, Any] = {}  # of tools that run in this process; workers keep their own
         self.worker: WorkerSession | None = None
         # The state in this process, and that in the worker.
@@ -222,9 +226,14 @@ class ToolSession:
             checked = tool.check(call.arguments)
             output = await self._run(tool, checked, limit * CHARACTERS_PER_TOKEN)
             answer = tool.answer(checked) if tool.ends else None
+            if output.images and not self.sees_images:
+                mistake_kind, detail = None if output.text else "image", UNSEEN_DETAIL
+                note = f"({UNSEEN})\n" if output.text else f"error: {UNSEEN}"
+                output = replace(output, text=note + output.text, length=output.length + len(note), images=())
         except ToolMistake as mistake:
             output, mistake_kind, detail = Output(mistake.text, len(mistake.text)), mistake.kind, mistake.detail
-        use = ToolUse(call.name, time.perf_counter() - start, mistake_kind, detail)
+        arguments = None if call.problem is not None else call.arguments
+        use = ToolUse(call.name, time.perf_counter() - start, mistake_kind, detail, arguments)
         text = truncate(output, limit, self.cut)
         return ToolResult(call, text, use, answer is not None, answer, output.images, output.reward)
 

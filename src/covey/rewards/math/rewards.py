@@ -34,6 +34,11 @@ SEGMENT = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(
 LAST = re.compile(
     r"(?:(?<![\w.)\]}%])[-−]\s?)?[$€£]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:\s?/\s?\d+(?:\.\d+)?)?%?"
 )
+DENIED = re.compile(  # "not 5", "and not $x$", "cannot be 5": a value that the reply rules out
+    r"[,;]? ?(?:\b(?:and|but) )?(?:(?<!\\)\bnot|\bcannot|n['’]t)(?: be)?(?: equal(?: to)?)? "
+    r"(?:\$\$?[^$\n]{1,200}\$\$?|\\\(.{1,200}?\\\)|\\\[.{1,200}?\\\]|(?:\*\*)?[-−+]?[\d(\\]\S*?)(?=[.,;:!?]?(?:\s|$))",
+    re.IGNORECASE,
+)
 SENTENCE = re.compile(r"(?<!\d)\.\s|\.\s(?=[A-Z])|\s(?:because|since)\s")
 MAX_QUERIES = 20  # to math-verify per answer
 
@@ -99,7 +104,7 @@ def _gold_text(text: str) -> str:
 
 def final_expression(reply: str) -> str:
     """The final answer of a reply: in the last \\boxed{…} or <answer>, after `####` or `answer is`, the whole reply if
-    it is only an expression, or else the expression around its last number."""
+    it is only an expression, or else the expression around its last number. Values after `not` do not count."""
     inside = boxed(reply)
     if inside is None:
         inside = tagged(reply) or hashed(reply)
@@ -108,6 +113,7 @@ def final_expression(reply: str) -> str:
         return inside
     if BOX.search(reply):
         return ""  # an unclosed box: the reply was cut off within its answer
+    reply = DENIED.sub("", reply)
     statement = stated(reply)
     if statement is not None:
         return _expression_in(SENTENCE.split(statement[:MAX_LENGTH], maxsplit=1)[0], first=True)

@@ -2,6 +2,7 @@
 
     await generate(ids, sampling, images)      any number at once; cancelling one aborts it in vLLM
     await publish(weights, version)            waits for the requests in progress, so a completion has one version
+    await pause(), resume()                    vLLM may sleep in between; later requests wait until `resume`
 
 Weights are sent over CUDA IPC if vLLM has the learner's GPU to itself, otherwise in a safetensors file
 (`covey.weights`). vLLM starts with empty weights: it samples only after the first publish. An image goes to vLLM as the
@@ -35,6 +36,7 @@ from covey.weights.vllm import CudaIpcTransport, VllmFileTransport
 if TYPE_CHECKING:
     from covey.models.vision import VisionProcessor
 
+SLEEP = -1  # in place of the number of a message
 WORKER = (sys.executable, "-m", "covey.rollout.vllm.worker")
 
 
@@ -99,7 +101,8 @@ class VllmEngine:
         self._exclusive: asyncio.Future[None] | None = None  # pending while weights or memory change
         self._started: Message | None = None  # the worker's first message
         self._ended = False
-        self._asleep = self._empty = False  # without memory; without weights
+        self._sleep: asyncio.Future[Message] | None = None  # pending while vLLM is without memory
+        self._empty = False  # without weights
         self._published: int | None = None  # the version that vLLM has
         if self.settings.devices:
             torch.cuda.empty_cache()  # vLLM may need the memory that this process holds in reserve
@@ -117,9 +120,8 @@ class VllmEngine:
     ) -> Completion:
         if not token_ids:
             raise ValueError("cannot continue an empty prompt")
-        while self._exclusive is not None:
-            await asyncio.shield(self._exclusive)
-        assert not self._asleep, "sampling before resume()"
+        while (change := self._exclusive or self._sleep) is not None and not self._ended:
+            await asyncio.shield(change)
         number, future = self._send(
             "generate",
             prompt=list(token_ids),
@@ -144,10 +146,10 @@ class VllmEngine:
 
     async def publish(self, weights: Any, version: int) -> None:
         """`weights` is the learner's module. A version that vLLM has already is not sent again."""
-        if version == self._published and not self._asleep:
+        if version == self._published and self._sleep is None:
             return
         async with self._exclusively():
-            if self._asleep:
+            if self._sleep is not None:
                 torch.cuda.empty_cache()
                 await self._call("wake", what=["weights"])
             await self.transport.publish(weights, version, {0: self._call})
@@ -155,19 +157,21 @@ class VllmEngine:
             self.version = self._published = version
 
     async def pause(self) -> None:
-        """No sampling until new weights are published. vLLM may release its memory."""
-        if self.settings.sleeps and not self._asleep:
+        """vLLM may release its memory. Then it samples again after new weights are published, and `resume`."""
+        if self.settings.sleeps and self._sleep is None:
             async with self._exclusively():
                 await self._call("sleep")
-            self._asleep = self._empty = True
+            self._sleep, self._empty = asyncio.get_running_loop().create_future(), True
+            self._pending[SLEEP] = self._sleep  # resolved if the worker ends
 
     async def resume(self) -> None:
-        if self._asleep:
+        if self._sleep is not None:
             assert not self._empty, "after pause() weights must be published before resume()"
             torch.cuda.empty_cache()
             async with self._exclusively():
                 await self._call("wake", what=["kv_cache"])
-            self._asleep = False
+            _resolve(self._pending.pop(SLEEP), {})
+            self._sleep = None
 
     def close(self) -> None:
         """End the worker and all of its child processes. Requests in progress fail."""
