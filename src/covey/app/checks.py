@@ -263,7 +263,7 @@ def unused_settings(config: Config, source: ModelSource | None, overrides: Seque
             "mode.update=in_flight has no effect with rollout=vllm: it finishes its answers before the weights change"
         )
     if "sampled" not in config.eval.modes:
-        changed = _changed(config.eval, EvalConfig(), "n", "temperature", "top_p", "top_k")
+        changed = _changed(config.eval, EvalConfig(), "n", "temperature", "top_p", "top_k", "min_p")
         only = f"eval.modes=[{','.join(config.eval.modes)}]"
         warnings += [f"eval.{name} has no effect with {only}: it is for the mode sampled" for name in changed]
     if config.learner.schedule == "constant" and config.learner.min_lr_ratio != LearnerConfig().min_lr_ratio:
