@@ -50,11 +50,34 @@ def tiny_qwen(seed: int = 0) -> Any:
     return Qwen2ForCausalLM(config).to(DEVICE).eval()
 
 
-class Bench:
-    """One engine for all tests, and one event loop: starting it takes most of the time."""
+def tiny_mixture(seed: int = 0) -> Any:
+    """Experts in every layer, which transformers keeps in one tensor and model files one by one."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    def __init__(self, folder: Path) -> None:
-        model = tiny_qwen()
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=len(byte_tokenizer()),
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        eos_token_id=EOS,
+    )
+    return Qwen3MoeForCausalLM(config).to(DEVICE).eval()
+
+
+class Bench:
+    """One engine for several tests, and one event loop: starting it takes most of the time."""
+
+    def __init__(self, folder: Path, model: Any) -> None:
         model.save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
         settings = VllmSettings(
@@ -69,6 +92,10 @@ class Bench:
         self.loop = asyncio.new_event_loop()
         self.engine = VllmEngine(settings, log=folder / "vllm.log", same_gpu=GPU)
         self.version = 0
+
+    def close(self) -> None:
+        self.engine.close()
+        self.loop.close()
 
     def run(self, work: Coroutine[Any, Any, Found]) -> Found:
         return self.loop.run_until_complete(work)
@@ -87,10 +114,9 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    bench = Bench(tmp_path_factory.mktemp("vllm"))
+    bench = Bench(tmp_path_factory.mktemp("vllm"), tiny_qwen())
     yield bench
-    bench.engine.close()
-    bench.loop.close()
+    bench.close()
 
 
 @torch.no_grad()
@@ -167,6 +193,17 @@ def test_published_weights_are_those_that_sample(bench: Bench) -> None:
         for prompt, ids in zip(PROMPTS, answers[-1], strict=True):
             assert_greedy(model, prompt, ids, 12)
     assert answers[0] != answers[1]
+
+
+def test_a_mixture_of_experts_samples_with_published_weights(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, tiny_mixture())
+    try:
+        for seed in (0, 1):
+            model = bench.publish(tiny_mixture(seed))
+            requests = [(prompt, Sampling(1.0, max_tokens=16, seed=i)) for i, prompt in enumerate(PROMPTS)]
+            assert_as_alone(model, requests, bench.answers(requests), TOLERANCE)
+    finally:
+        bench.close()
 
 
 def test_adapters_are_published_merged(bench: Bench) -> None:

@@ -116,17 +116,19 @@ class WorkerExtension:
         with torch.device(self.device), set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             if self.device.type == "cpu":
-                _repack_output(model)
+                _repack(model)
         if self._covey_missing:
             names = ", ".join(sorted(self._covey_missing)[:5])
             raise RuntimeError(f"vLLM's model has weights that the learner's model lacks: {names}")
 
 
-def _repack_output(model: Any) -> None:
-    """On a CPU the output matrix is a packed copy. If it is tied to the embedding it is not loaded under a name of its
-    own, so vLLM's reload does not refresh the copy."""
+def _repack(model: Any) -> None:
+    """On a CPU some layers compute with packed copies, which vLLM's reload does not refresh: the output matrix, if it is
+    tied to the embedding and so not loaded under a name of its own, and experts, which vLLM packs the first time only."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+        elif type(module).__name__ == "RoutedExperts":  # in another place in each version
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
