@@ -123,8 +123,8 @@ class WorkerExtension:
 
 
 def _repack(model: Any) -> None:
-    """On a CPU some layers compute with packed copies, which vLLM's reload does not refresh: the output matrix, if it is
-    tied to the embedding and so not loaded under a name of its own, and experts, which vLLM packs the first time only."""
+    """On a CPU some layers compute with packed copies, which vLLM's reload does not refresh: the output matrix, if it
+    is tied to the embedding and so not loaded under a name of its own, and experts, packed at the first load only."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
