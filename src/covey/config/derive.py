@@ -77,7 +77,12 @@ UNSUPPORTED = (
         "mixing the policy into the reference",
         "set it to 1: the policy replaces the reference",
     ),
-    Unsupported("env.reasoning", true, "the reasoning prompt", "write it out: data.system_prompt='…'"),
+    Unsupported(
+        "env.reasoning",
+        true,
+        "the reasoning prompt",
+        "data.system_prompt='…' asks for reasoning; another turn after a wrong answer: docs/environments.md",
+    ),
     # Where and when things run
     Unsupported("rollout.name", is_("sglang", "hf"), "other engines", "use rollout=embedded or rollout=vllm"),
     Unsupported("cluster.name", is_("slurm"), "submitting Slurm jobs", "write a job script: covey slurm"),
