@@ -216,6 +216,37 @@ def test_ifeval_is_trained_on_where_the_grpo_scripts_are_asked_to(run):
     assert run("data=ifeval").config.data.options == {}
 
 
+def test_use_agent_false_is_a_run_without_agent_and_tools(run):
+    """AgentFly's agent_type and tools may stay on the command line."""
+    words = ["agent.agent_type=react", "agent.tools=[calculator]"]
+    for command in (["agent.use_agent=False", *words], [*words, "agent.init_args.use_agent=False"]):
+        composed = run(*command)
+        assert (composed.config.agent.name, composed.config.agent.tools) == ("chat", [])
+        assert composed.warnings == ()
+    in_recipe = run("agent.use_agent=False", config_name="agent_gsm8k").config.agent
+    assert (in_recipe.name, in_recipe.tools) == ("chat", [])
+    assert run("agent.use_agent=True", *words).config.agent.name == "react"
+    assert run(*words, file="agent.use_agent: false").config.agent.name == "react"
+
+
+@pytest.mark.parametrize("never", ["-1", "0"])
+def test_verls_frequency_of_never_is_also_not_at_the_end(run, never):
+    kept = run(f"trainer.save_freq={never}").config
+    assert (kept.loop.save_every, kept.loop.save_final) == (0, False)
+    assert (kept.eval.every, kept.eval.before, kept.eval.after) == (0, True, True)
+    tested = run(f"trainer.test_freq={never}").config
+    assert (tested.eval.every, tested.eval.before, tested.eval.after) == (0, True, False)
+    assert tested.loop.save_final
+
+
+def test_verls_other_frequencies_keep_the_end(run):
+    config = run("trainer.save_freq=50", "trainer.test_freq=10", file="trainer: {save_freq: -1, test_freq: -1}").config
+    assert (config.loop.save_every, config.loop.save_final) == (50, True)
+    assert (config.eval.every, config.eval.after) == (10, True)
+    both = run("trainer.save_freq=-1", "loop.save_final=true", "trainer.test_freq=-1", "eval.after=true").config
+    assert both.loop.save_final and both.eval.after
+
+
 def test_clip_ratio_gives_way_to_its_two_sides(run):
     both = run("algorithm=grpo", "actor.clip_ratio=0.1").config.algorithm
     assert (both.clip_low, both.clip_high) == (0.1, 0.1)
@@ -373,7 +404,10 @@ def test_trls_synchronised_reference_is_the_moving_reference(run):
             ["algorithm.kl_ctrl.kl_coef=0.001"],
             ["algorithm.kl_ctrl.kl_coef has no effect without algorithm.use_kl_in_reward=true"],
         ),
-        (["agent.use_agent=False"], ["agent.use_agent: no effect: agent=chat, the default, is a run without tools"]),
+        (
+            ["train.buffer_size=64"],
+            ["train.buffer_size: no effect: mode=async with mode.max_uses reuses earlier groups"],
+        ),
         (
             ["agentflow.port=9999"],
             ["agentflow.port has no effect with agent=chat: only agent=gateway listens on a port"],

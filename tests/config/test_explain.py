@@ -166,7 +166,8 @@ def test_explain_a_section_and_everything(algorithms):
     ("key", "text"),
     [
         ("critic.model.path", "aliases  critic.model.path"),
-        ("agent.use_agent", "accepted; no effect"),
+        ("agent.use_agent", "determines agent.name and agent.tools: false: agent=chat, without tools"),
+        ("agent.backend", "accepted; no effect"),
         ("agentflow.port", "aliases  agentflow.port"),
         ("train.optim_batch_size", "determines learner.mini_batch_size: turns / rollout.group_size"),
         ("reward.weights.exact", "reward.weights\n  by reward name"),

@@ -79,6 +79,15 @@ def test_a_model_that_is_only_a_variable_is_warned_about(run):
     assert "env.BASE_MODEL is not used by any setting" in composed.warnings[0]
 
 
+def test_a_number_of_gpus_that_is_only_a_variable_is_warned_about(run):
+    file = "env: {N_GPUS: 8}\npython_args: {algorithm.gvpo_beta: 0.1}"
+    warnings = run(file=file).warnings
+    assert any("env.N_GPUS is not used by any setting" in text for text in warnings)
+    for used in ("trainer.n_gpus_per_node=2", "cluster.learner_devices=1", "train_model.num_devices=1"):
+        assert not any("N_GPUS" in text for text in run(used, file=file).warnings)
+    assert not any("N_GPUS" in text for text in run(file="env: {N_GPUS: 1}").warnings)
+
+
 def test_the_files_variables_come_before_the_environments(read, monkeypatch):
     monkeypatch.setenv("RUN", "outside")
     assert read("a: ${RUN}\nenv: {RUN: inside}")[0] == ("a", "inside", 1)

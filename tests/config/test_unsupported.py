@@ -78,6 +78,11 @@ def test_a_check_reports_errors_as_warnings(run):
     assert [key in refused[1] for key in ("cluster=slurm", "env.reasoning=true", "rollout=sglang")] == [True] * 3
 
 
+def test_the_reasoning_prompt_is_more_than_a_system_prompt(run):
+    with pytest.raises(InputError, match=r"data.system_prompt=.*another turn after a wrong answer: docs/environments"):
+        run("env.reasoning=True")
+
+
 def test_a_check_still_refuses_mistakes(run):
     for word in ("algorithm.gvpo_bta=0.2", "mode=asink", "learner.lr=fast"):
         with pytest.raises(InputError):

@@ -118,9 +118,7 @@ _VERL = {
     "trainer.default_local_dir": "logging.output_dir",
     "trainer.total_training_steps": "loop.total_steps",
     "trainer.total_epochs": "loop.total_epochs",
-    "trainer.save_freq": "loop.save_every",
     "trainer.max_actor_ckpt_to_keep": "loop.keep_last",
-    "trainer.test_freq": "eval.every",
     "trainer.val_before_train": "eval.before",
 }
 
@@ -300,7 +298,7 @@ CONVERT: Mapping[str, Callable[[Any], Any]] = {
     "algorithm.rollout_correction.rollout_is": lambda value: "none" if off(value) else value,
     **{
         key: _zero_if_negative  # verl's −1 means never, or no limit
-        for key in ALIASES
+        for key in (*ALIASES, *PARTS)
         if key.rpartition(".")[2] in ("save_freq", "test_freq", "top_k", "lr_warmup_steps")
     },
 }
@@ -350,13 +348,12 @@ NO_EFFECT: Mapping[str, NoEffect] = {
     "actor.strategy": NoEffect(
         "no effect: training has one backend, and learner.parallel chooses how it is sharded", off=("fsdp", "fsdp2")
     ),
-    "agent.use_agent": NoEffect("no effect: agent=chat, the default, is a run without tools", off=(True,)),
     "agent.backend": NoEffect("no effect: rollout= chooses the engine"),
     "algorithm.gamma": NoEffect("no effect: {algorithm} does not discount", off=(1,)),
     "algorithm.lam": NoEffect("no effect: {algorithm} has no λ", off=(1,)),
     "ref_model.num_devices": NoEffect("no effect: the reference is on the learners' devices", off=(1,)),
     "env.num_envs": NoEffect("no effect on the result: rollout.max_sequences bounds concurrent sequences"),
-    "train.buffer_size": NoEffect("no effect: there is no replay buffer"),
+    "train.buffer_size": NoEffect("no effect: mode=async with mode.max_uses reuses earlier groups"),
     "train.empty_replay_buffer": NoEffect("no effect: there is no replay buffer", off=(True,)),
     "train.mixed_precision": NoEffect("no effect: model.dtype chooses the precision"),
     "train.logging_frequency": NoEffect("no effect: every step is logged"),

@@ -50,6 +50,9 @@ GROUPS: Mapping[str, Mapping[str, type]] = {
 }
 OWN_CODE = ("agent",)  # groups that also accept module:function or file.py:function
 
+# Settings of the number of learners, any of which may use the GVPO guide's variable N_GPUS.
+DEVICE_COUNTS = frozenset(("trainer.n_gpus_per_node", "train_model.num_devices", "cluster.learner_devices"))
+
 # Settings that resume=auto ignores when it looks for the same run.
 NOT_IN_FINGERPRINT = (
     *("resume", "gateway.port", "gateway.max_programs", "loop.max_minutes"),
@@ -389,6 +392,8 @@ def _output_dir_variable(resolved: Resolved) -> Override | None:
 def _unused(resolved: Resolved, config: Config) -> Iterator[str]:
     if "BASE_MODEL" in resolved.env and "model.name" not in resolved.slots:
         yield "env.BASE_MODEL is not used by any setting: to train that model, set model.name to ${BASE_MODEL}"
+    if resolved.env.get("N_GPUS", "1") != "1" and not resolved.slots.keys() & DEVICE_COUNTS:
+        yield "env.N_GPUS is not used by any setting: to train on these GPUs, set trainer.n_gpus_per_node to ${N_GPUS}"
     port = resolved.slots.get("gateway.port")
     if port is not None and port.key == "agentflow.port" and config.agent.name != "gateway":
         agent = config.agent.name

@@ -77,7 +77,12 @@ UNSUPPORTED = (
         "mixing the policy into the reference",
         "set it to 1: the policy replaces the reference",
     ),
-    Unsupported("env.reasoning", true, "the reasoning prompt", "write it out: data.system_prompt='…'"),
+    Unsupported(
+        "env.reasoning",
+        true,
+        "the reasoning prompt",
+        "data.system_prompt='…' asks for reasoning; another turn after a wrong answer: docs/environments.md",
+    ),
     # Where and when things run
     Unsupported("rollout.name", is_("sglang", "hf"), "other engines", "use rollout=embedded or rollout=vllm"),
     Unsupported("cluster.name", is_("slurm"), "submitting Slurm jobs", "write a job script: covey slurm"),
@@ -115,6 +120,8 @@ _LORA, _LORA_RANK = "train_model.lora.enabled", "train_model.lora.r"
 _SYNC_REF, _SYNC_REF_STEPS, _SYNC_REF_MIX = "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"
 _RESPONSE, _PER_TURN = "rollout.response_length", "agent.max_tokens_per_turn"
 _RESUME, _RESUME_PATH = "trainer.resume_mode", "trainer.resume_from_path"
+_USE_AGENT = "agent.use_agent"
+_SAVE_FREQ, _TEST_FREQ = "trainer.save_freq", "trainer.test_freq"
 _BATCH, _OPTIM = "train.dialog_turns_per_batch", "train.optim_batch_size"
 _PIECES, _TOTAL = "train.gradient_accumulation_steps", "train.total_dialog_turns"
 _SYNC, _SYNC_ITER, _PUSHES = "train.sync", "train.sync_iter", "train.weight_update_frequency"
@@ -129,6 +136,9 @@ ONE_LIST = {"ifeval": 100}  # data sets without a validation split → the numbe
 PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     _RESUME: (("resume",), "auto, disable, or resume_path for trainer.resume_from_path"),
     _RESUME_PATH: (("resume",), "used by trainer.resume_mode=resume_path"),
+    _USE_AGENT: (("agent.name", "agent.tools"), "false: agent=chat, without tools"),
+    _SAVE_FREQ: (("loop.save_every", "loop.save_final"), "-1: never, also not at the end"),
+    _TEST_FREQ: (("eval.every", "eval.after"), "-1: never, also not at the end"),
     _KL: (("algorithm.kl_coef",), "false sets it to 0"),
     _KL_COEF: (("algorithm.kl_coef",), "only with use_kl_loss=true"),
     _KL_TYPE: (("algorithm.kl_estimator",), "only for a KL in the loss, not with use_kl_in_reward=true"),
@@ -198,7 +208,7 @@ def rules() -> tuple[Rule, ...]:
     """The rules in the order in which they use each other's results."""
     in_groups = (_train_batch, _device_batch, _mini_batch, _micro_batch, _total_steps)
     about_kl = (_kl_loss, _kl_type, _kl_reward, _kl_place, _sync_reference)
-    first = (_dataset, _mode, _resume, _devices)
+    first = (_dataset, _mode, _agent, _frequencies, _resume, _devices)
     return (*first, *about_kl, _scale, _overlong, _lengths, _lora, _clip_ratio, *in_groups)
 
 
@@ -244,6 +254,25 @@ def _mode(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
     if (pushes := parts.get(_PUSHES)) is not None:
         yield Derived("mode.publish_every", _count(pushes), (pushes,))
         yield Derived("mode.max_staleness", max(1, _count(pushes) - 1), (pushes,), weak=True)
+
+
+def _agent(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    """AgentFly's switch is stronger than an agent and tools beside it."""
+    if (switch := parts.get(_USE_AGENT)) is not None and off(switch.value):
+        yield Derived("agent.name", "chat", (switch,), strong=True)
+        yield Derived("agent.tools", [], (switch,), strong=True)
+
+
+def _frequencies(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
+    """verl saves and validates after the last step too, unless the frequency is −1 or 0."""
+    for name, every, last in (
+        (_SAVE_FREQ, "loop.save_every", "loop.save_final"),
+        (_TEST_FREQ, "eval.every", "eval.after"),
+    ):
+        if (override := parts.get(name)) is not None:
+            yield Derived(every, override.value, (override,))
+            if off(override.value):
+                yield Derived(last, False, (override,), weak=True)
 
 
 def _devices(parts: Parts, tree: DictConfig) -> Iterator[Derived]:
