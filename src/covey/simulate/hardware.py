@@ -81,7 +81,6 @@ class Shape:
     vocabulary: int
     tied: bool
     source: str  # where the sizes come from
-    guessed: bool = False  # from the model's name
 
     @classmethod
     def from_config(cls, config: Any, source: str) -> Shape:
@@ -147,7 +146,7 @@ def shape_from_name(name: str) -> Shape | None:
     layers, hidden, intermediate, heads, kv_heads = _COMMON[size]
     source = f"usual for {size:g}B, by the name {name}"
     sizes = (layers, hidden, intermediate, heads, kv_heads, hidden // heads, 151_936)
-    return Shape(*sizes, tied=size <= 3, source=source, guessed=True)
+    return Shape(*sizes, tied=size <= 3, source=source)
 
 
 # -- Speeds and lengths ------------------------------------------------------------------------------------------------

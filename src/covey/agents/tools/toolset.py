@@ -143,9 +143,14 @@ class ToolSet:
         Without `sees_images`, the model reads in words that a tool returned an image.
         """
         assert pool is not None or not self.functions, f"{list(self.functions)} need workers"
-        tools = {tool.name: tool for tool in self.tools}
         return ToolSession(
-            tools, pool, cut=cut, max_tokens=max_tokens, seconds=seconds, waiting=waiting, sees_images=sees_images
+            tools={tool.name: tool for tool in self.tools},
+            pool=pool,
+            cut=cut,
+            max_tokens=max_tokens,
+            seconds=seconds,
+            waiting=waiting,
+            sees_images=sees_images,
         )
 
 
