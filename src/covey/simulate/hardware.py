@@ -280,10 +280,10 @@ def assumed_speeds(
 
 
 def assumed_episodes(
-    *, answer: int, longest: int, prompt: int, turns: int, wait: tuple[float, float], seed: int = 0, count: int = 512
+    *, answer: int, longest: int, prompt: int, turns: int, wait: tuple[float, float], count: int = 512
 ) -> Episodes:
     """Log-normal lengths with the median `answer`, at most `longest`; tool seconds uniform in a range."""
-    draw = random.Random(f"episodes {seed}")
+    draw = random.Random("episodes 0")
 
     def turn(last: bool) -> Turn:
         tokens = min(longest, max(1, round(answer * math.exp(draw.gauss(0.0, LENGTH_SIGMA)))))
