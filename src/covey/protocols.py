@@ -2,10 +2,10 @@
 
 Where each is implemented:
 
-    Estimator      algorithms/*            Reward         rewards/*
-    Objective      algorithms/*            GroupSource    rollout/collector.py
-    Agent          agents/*                Learner        learner/learner.py
-    RolloutEngine  rollout/embedded/, rollout/vllm/
+    Algorithm      algorithms/*                       Policy         rollout/policy.py
+    Agent          agents/*                           Reward         rewards/*
+    RolloutEngine  rollout/embedded/, rollout/vllm/   Curriculum     tasks/curriculum.py
+    Learner        learner/learner.py                 GroupSource    rollout/collector.py, rollout/asynchronous.py
 """
 
 from __future__ import annotations
@@ -281,9 +281,8 @@ class Agent(Protocol):
 class Done:
     """Returned by an environment's step to end the episode, with its reward and last messages."""
 
-    reward: float | Mapping[str, float | None] | None = (
-        None  # a table: "reward", rewards of roles, and others to record
-    )
+    # A number, or a table with "reward", the rewards of roles, and others to record.
+    reward: float | Mapping[str, float | None] | None = None
     messages: Messages = ()
 
 

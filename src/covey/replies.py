@@ -53,14 +53,13 @@ def thinking_end(text: str) -> int | None:
 class Block:
     language: str  # lower case; "" if none is named
     code: str  # with line ends
-    start: int  # of the line of its opening fence
     end: int  # after its closing fence, or the end of the text
     closed: bool
 
 
-def blocks(text: str, start: int = 0) -> list[Block]:
+def blocks(text: str) -> list[Block]:
     """The fenced blocks of a text, in order."""
-    result, opening = [], OPENING.search(text, start)
+    result, opening = [], OPENING.search(text)
     while opening is not None:
         result.append(block_at(text, opening))
         opening = OPENING.search(text, result[-1].end)
@@ -96,7 +95,7 @@ def block_at(text: str, opening: re.Match[str]) -> Block:
     if opening[0].endswith("\r"):
         code = code.replace("\r\n", "\n")
     end = len(text) if closing is None else closing.end()
-    return Block(opening["language"].lower(), code, opening.start(), end, closing is not None)
+    return Block(opening["language"].lower(), code, end, closing is not None)
 
 
 def _parses(code: str) -> bool:

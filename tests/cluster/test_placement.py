@@ -19,8 +19,8 @@ def ray(**given) -> ClusterConfig:
 def test_an_engine_shares_its_learners_device_by_default() -> None:
     plan = place(ray(learner_devices=2), [BIG], gpu=True)
     assert plan.bundles == (Bundle("10.0.0.1"), Bundle("10.0.0.1"))
-    assert plan.learners == (Slot("learner", 0, 0, 0.5), Slot("learner", 1, 1, 0.5))
-    assert plan.engines == (Slot("engine", 0, 0, 0.5), Slot("engine", 1, 1, 0.5))
+    assert plan.learners == (Slot(0, 0, 0.5), Slot(1, 1, 0.5))
+    assert plan.engines == (Slot(0, 0, 0.5), Slot(1, 1, 0.5))
     assert plan.colocated
 
 

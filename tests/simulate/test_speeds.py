@@ -71,7 +71,7 @@ def test_assumed_answers_are_cut_and_have_their_median() -> None:
 )
 def test_a_size_is_read_from_a_name(name: str, billions: float) -> None:
     found = shape_from_name(name)
-    assert found is not None and found.guessed
+    assert found is not None
     assert found.parameters / 1e9 == pytest.approx(billions, rel=0.05)
 
 

@@ -66,7 +66,7 @@ def test_a_micro_batch_is_what_fits_or_what_was_set() -> None:
     assert each == 400
     room = 20 * 1952 + 10 * 400 + 399
     memory, micro = learner_memory(SHAPE, DEVICE, Training(), 1, tokens=1000, available=room)
-    assert micro == 10 and memory.activations == 4000 and memory.persistent == 20 * 1952
+    assert micro == 10 and memory.activations == 4000 and memory.total == 20 * 1952 + 4000
     assert learner_memory(SHAPE, DEVICE, Training(), 1, tokens=7, available=room)[1] == 7
     assert learner_memory(SHAPE, DEVICE, Training(micro_batch_tokens=500), 1, tokens=1000, available=room)[1] == 500
 

@@ -75,7 +75,7 @@ class PreparedSft(PreparedRun):
         )
 
 
-def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_absent: bool = False) -> PreparedSft:
+def prepare_sft(composed: Composed, *, tolerate_absent: bool = False) -> PreparedSft:
     """Check everything that can be checked from the configuration and the files. With `tolerate_absent`, missing files,
     packages and devices are warnings."""
     from covey.algorithms.likelihood import Likelihood
@@ -121,7 +121,6 @@ def prepare_sft(composed: Composed, *, folder: Path | None = None, tolerate_abse
         model=source,
         total_steps=total_steps(config, len(train or found.train)),
         warnings=tuple(warnings),
-        folder=folder,
         absent=tuple(missing.messages),
         rejected=composed.rejected,
         steps_known=loaded is not None or config.loop.total_steps is not None,

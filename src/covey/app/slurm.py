@@ -189,11 +189,11 @@ class Job:
         return "\n".join(["#!/bin/bash", f"# {self.made_by}", *lines]) + "\n" + body
 
 
-def _wrap(command: list[str], width: int = 100) -> str:
+def _wrap(command: list[str]) -> str:
     """The quoted command, broken into lines."""
     lines: list[str] = []
     for word in map(shlex.quote, command):
-        if lines and len(lines[-1]) + len(word) < width:
+        if lines and len(lines[-1]) + len(word) < 100:
             lines[-1] += f" {word}"
         else:
             lines.append(word)

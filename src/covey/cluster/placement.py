@@ -37,7 +37,6 @@ class Bundle:
 class Slot:
     """The devices of one actor: a bundle, and the actor's share of it."""
 
-    role: str  # learner | engine
     index: int
     bundle: int
     share: float  # of each device of the bundle
@@ -108,14 +107,14 @@ def place(config: ClusterConfig, nodes: Sequence[Node], *, gpu: bool, tensor_par
 
     own_devices = config.rollout_devices is not None
     share = 1.0 if own_devices else 0.5
-    learners = tuple(Slot("learner", i, take(1), share) for i in range(config.learner_devices))
+    learners = tuple(Slot(i, take(1), share) for i in range(config.learner_devices))
     if not own_devices:
         if tensor_parallel > 1:
             raise InputError(
                 f"rollout.tensor_parallel={tensor_parallel}, and engines have no devices of their own\n"
                 f"  give them some: cluster.rollout_devices={tensor_parallel} or a multiple"
             )
-        engines = tuple(Slot("engine", slot.index, slot.bundle, share) for slot in learners)
+        engines = tuple(Slot(slot.index, slot.bundle, share) for slot in learners)
         return Plan(gpu, tuple(bundles), learners, engines, _cores(nodes, bundles))
     count, rest = divmod(config.rollout_devices or 0, tensor_parallel)
     if rest:
@@ -123,7 +122,7 @@ def place(config: ClusterConfig, nodes: Sequence[Node], *, gpu: bool, tensor_par
             f"cluster.rollout_devices={config.rollout_devices} is not a multiple of rollout.tensor_parallel="
             f"{tensor_parallel}\n  every engine takes {tensor_parallel} devices of one machine"
         )
-    engines = tuple(Slot("engine", i, take(tensor_parallel), share) for i in range(count))
+    engines = tuple(Slot(i, take(tensor_parallel), share) for i in range(count))
     return Plan(gpu, tuple(bundles), learners, engines, _cores(nodes, bundles))
 
 

@@ -188,7 +188,7 @@ class EpisodeIndex:
             same &= self.column("group") == self.numbers["group"][index]
         return [int(other) for other in np.flatnonzero(same)]
 
-    def row(self, index: int, *, reply: bool = True) -> dict[str, Any]:
+    def row(self, index: int) -> dict[str, Any]:
         """A line of the list."""
         row: dict[str, Any] = {}
         for name in NUMBERS:
@@ -197,9 +197,8 @@ class EpisodeIndex:
         task = self.task[index]
         row |= {"id": index, "task": self.tasks.all[task], "stop": self.stops.all[self.stop[index]]}
         row |= {"failed": bool(self.failure[index]), "question": self.questions[task]}
-        if reply:
-            replies = [m for m in _head(self._line(index))["messages"] if m.get("role") == "assistant"]
-            row["reply"] = _plain(replies[-1].get("content"))[:PREVIEW] if replies else ""
+        replies = [m for m in _head(self._line(index))["messages"] if m.get("role") == "assistant"]
+        row["reply"] = _plain(replies[-1].get("content"))[:PREVIEW] if replies else ""
         return row
 
     def read(self, index: int) -> dict[str, Any]:

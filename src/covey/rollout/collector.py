@@ -384,6 +384,5 @@ def _limits(raw: Sequence[Group]) -> str:
     """The limits that cut episodes off before they were scored, the most frequent first."""
     failed = [e for g in raw for e in _all_episodes(g) if e.failure is not None and e.failure.cause == "truncated"]
     limits = Counter(limit_name(e.cut_by or "") for e in failed).most_common()
-    if len(limits) == 1:
-        return f"cut off by {limits[0][0]}, and not scored"
-    return f"cut off by {', '.join(f'{limit} ({count})' for limit, count in limits)}, and not scored"
+    named = [limit if len(limits) == 1 else f"{limit} ({count})" for limit, count in limits]
+    return f"cut off by {', '.join(named)}, and not scored"

@@ -1,6 +1,5 @@
 """`EpisodePolicy`: an agent's interface to the engine. It adds the sampling settings and the random stream of one
-episode to
-the engine, and records the turns.
+episode, and records the turns.
 
 An agent passes messages. If they extend an earlier conversation of the episode, the prompt extends its tokens, so an
 episode of many turns is trained on as one row.

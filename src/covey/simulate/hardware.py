@@ -81,7 +81,6 @@ class Shape:
     vocabulary: int
     tied: bool
     source: str  # where the sizes come from
-    guessed: bool = False  # from the model's name
 
     @classmethod
     def from_config(cls, config: Any, source: str) -> Shape:
@@ -147,7 +146,7 @@ def shape_from_name(name: str) -> Shape | None:
     layers, hidden, intermediate, heads, kv_heads = _COMMON[size]
     source = f"usual for {size:g}B, by the name {name}"
     sizes = (layers, hidden, intermediate, heads, kv_heads, hidden // heads, 151_936)
-    return Shape(*sizes, tied=size <= 3, source=source, guessed=True)
+    return Shape(*sizes, tied=size <= 3, source=source)
 
 
 # -- Speeds and lengths ------------------------------------------------------------------------------------------------
@@ -281,10 +280,10 @@ def assumed_speeds(
 
 
 def assumed_episodes(
-    *, answer: int, longest: int, prompt: int, turns: int, wait: tuple[float, float], seed: int = 0, count: int = 512
+    *, answer: int, longest: int, prompt: int, turns: int, wait: tuple[float, float], count: int = 512
 ) -> Episodes:
     """Log-normal lengths with the median `answer`, at most `longest`; tool seconds uniform in a range."""
-    draw = random.Random(f"episodes {seed}")
+    draw = random.Random("episodes 0")
 
     def turn(last: bool) -> Turn:
         tokens = min(longest, max(1, round(answer * math.exp(draw.gauss(0.0, LENGTH_SIGMA)))))

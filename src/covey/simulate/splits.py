@@ -49,11 +49,6 @@ class Memory:
     def total(self) -> float:
         return sum(vars(self).values())
 
-    @property
-    def persistent(self) -> float:
-        """Without activations and cache."""
-        return self.total - self.activations - self.cache
-
 
 @dataclass(frozen=True)
 class Training:

@@ -89,9 +89,9 @@ def remove_unused(path: Path, made: Sequence[Path], *, files: Sequence[str] = ()
             return
 
 
-def new_folder(output_dir: Path, now: datetime | None = None) -> RunFolder:
+def new_folder(output_dir: Path) -> RunFolder:
     """output_dir/DATE/TIME; a second run in the same second gets a number."""
-    now = now or datetime.now()
+    now = datetime.now()
     base = output_dir / now.strftime("%Y-%m-%d") / now.strftime("%H-%M-%S")
     for attempt in range(1000):
         path = base if attempt == 0 else base.with_name(f"{base.name}-{attempt}")

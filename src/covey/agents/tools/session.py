@@ -18,7 +18,7 @@ import inspect
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -178,25 +178,19 @@ def reward_of_tools(results: Sequence[ToolResult]) -> float | None:
     return sum(rewards) if rewards else None
 
 
+@dataclass(eq=False, kw_only=True)
 class ToolSession:
-    def __init__(
-        self,
-        tools: Mapping[str, Tool],
-        pool: WorkerPool | None,
-        *,
-        cut: Cut = cut_by_characters,
-        max_tokens: int = 512,
-        seconds: float = 10.0,
-        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-        sees_images: bool = True,
-    ) -> None:
-        self.tools = tools
-        self.pool = pool
-        self.cut = cut
-        self.max_tokens = max_tokens
-        self.seconds = seconds
-        self.waiting = waiting
-        self.sees_images = sees_images
+    """Opened by `ToolSet.open`, which explains the fields."""
+
+    tools: Mapping[str, Tool]
+    pool: WorkerPool | None
+    cut: Cut
+    max_tokens: int
+    seconds: float
+    waiting: Callable[[], AbstractContextManager[None]]
+    sees_images: bool
+
+    def __post_init__(self) -> None:
         self.state: dict[str, Any] = {}  # of tools that run in this process; workers keep their own
         self.worker: WorkerSession | None = None
         # The state in this process, and that in the worker.

@@ -139,13 +139,18 @@ class ToolSet:
 
         `pool` must have `functions`; it is needed if there are any. `cut(text, limit)` is the longest beginning
         of a text that has `limit` tokens. `max_tokens` (agent.max_tool_tokens) and `seconds` (agent.tool_seconds) are
-        the limits of tools without their own. The episode's clock is stopped inside `waiting()`.
-        Without `sees_images`, the model reads in words that a tool returned an image.
+        the limits of tools without their own. The episode's clock is stopped inside `waiting()`. Without `sees_images`,
+        the model reads in words that a tool returned an image.
         """
         assert pool is not None or not self.functions, f"{list(self.functions)} need workers"
-        tools = {tool.name: tool for tool in self.tools}
         return ToolSession(
-            tools, pool, cut=cut, max_tokens=max_tokens, seconds=seconds, waiting=waiting, sees_images=sees_images
+            tools={tool.name: tool for tool in self.tools},
+            pool=pool,
+            cut=cut,
+            max_tokens=max_tokens,
+            seconds=seconds,
+            waiting=waiting,
+            sees_images=sees_images,
         )
 
 

@@ -20,7 +20,8 @@ NAME = "covey_engine"
 
 
 class Step(Protocol):
-    """The attention of one forward pass over the cache: `Prefill`, `Decode`, `PagedDecode` or `GraphStep`."""
+    """The attention of one forward pass over the cache: `Prefill`, `Decode` or `PagedDecode`, or the step of a
+    CUDA graph (`PrefillStep`, `DecodeStep`)."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor: ...
 

@@ -61,10 +61,6 @@ class RowCache:
         self.size = 0
         self.slabs: dict[int, tuple[Tensor, Tensor]] = {}  # layer → keys, values
 
-    @property
-    def bytes(self) -> int:
-        return sum(slab.nbytes for pair in self.slabs.values() for slab in pair)
-
     def layer(self, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer. Allocated at the first call; `like` [·, K, ·, D] gives shape and type."""
         if number not in self.slabs:
