@@ -38,7 +38,7 @@ def _render_conversation(messages: Messages, format: Format) -> tuple[Message, .
         if message["role"] == "tool" and pending:
             call = by_id.get(str(message.get("tool_call_id"))) or pending[0]
             if call not in pending:
-                raise InputError(f"two results of the call {message['tool_call_id']!r:.80}: remove one of the tool messages")
+                raise InputError(f"two results of the call {message['tool_call_id']!r:.80}: remove one of them")
             pending.remove(call)
             pictures.append(images_of([message]))
             results.append((call, text_of(message["content"])))
