@@ -195,6 +195,16 @@ def test_tasks_in_a_file_of_any_name(tiny_model_folder: Path) -> None:
     assert [one["task"] for one in results("zipped")["results"]] == [name]
 
 
+def test_settings_of_the_other_mode_are_warned_of(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", str(tiny_model_folder), "--tasks", "sort", "--limit", "1", "rollout.max_tokens=4"]
+    unused = "has no effect with eval.modes=[greedy]: it is for the mode sampled"
+    assert main([*words, "--n", "2", "eval.modes=[greedy]", "eval.top_p=0.9"]) == 0
+    error = capsys.readouterr().err
+    assert f"warning: eval.n {unused}" in error and f"warning: eval.top_p {unused}" in error
+    assert main([*words, "--n", "1"]) == 0 and main([*words, "--n", "2", "eval.top_p=0.9"]) == 0
+    assert unused not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

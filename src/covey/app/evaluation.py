@@ -153,9 +153,23 @@ def plan_evaluation(args: CommandLine, options: EvalOptions) -> list[PlannedEval
     plans = [_plan(name, task, sampled, options) for name in args.positional for task in (options.tasks or (None,))]
     plans = [_renamed(plan, paths) if (paths := _ambiguous_files(plan, plans)) else plan for plan in plans]
     warnings = [text for plan in plans for text in plan.prepared.tasks.warnings]
+    warnings += _unused_settings(plans, sampled)
     for text in dict.fromkeys([*warnings, *_setting_mismatches(plans)]):
         print(f"warning: {text}", file=sys.stderr)
     return plans
+
+
+def _unused_settings(plans: Sequence[PlannedEval], args: CommandLine) -> list[str]:
+    """Warnings about given settings of the mode sampled, if no model is sampled in it."""
+    if any(job.spec.mode == "sampled" for plan in plans for job in plan.jobs):
+        return []
+    given = dict.fromkeys(word.partition("=")[0] for word in args.settings if word != "eval.n=1")
+    modes = plans[0].prepared.config.eval.modes
+    return [
+        f"{key} has no effect with eval.modes=[{','.join(modes)}]: it is for the mode sampled"
+        for key in given
+        if key in ("eval.n", "eval.temperature", "eval.top_p", "eval.top_k", "eval.min_p")
+    ]
 
 
 def _ambiguous_files(plan: PlannedEval, plans: Sequence[PlannedEval]) -> str | None:
@@ -163,7 +177,7 @@ def _ambiguous_files(plan: PlannedEval, plans: Sequence[PlannedEval]) -> str | N
     too, so they would be compared."""
     paths = _file_paths(plan)
     for other in plans if paths is not None else ():
-        if other.task == plan.task and _file_paths(other) not in (None, paths) and _asked(other) != _asked(plan):
+        if other.task == plan.task and _file_paths(other) not in (None, paths) and _contents(other) != _contents(plan):
             return paths
     return None
 
@@ -175,7 +189,7 @@ def _file_paths(plan: PlannedEval) -> str | None:
     return ", ".join(map(str, find_files("data.val_files", config.data.val_files)))
 
 
-def _asked(plan: PlannedEval) -> list[tuple[Any, Any]]:
+def _contents(plan: PlannedEval) -> list[tuple[Any, Any]]:
     return [(task.messages[-1]["content"], task.answer) for task in plan.prepared.tasks.validation]
 
 
