@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -140,6 +140,8 @@ class Trainer:
 
     def generate(self, question: str | Messages, *, temperature: float = 0.0, max_tokens: int | None = None) -> str:
         """Answer a question with the run's agent and the current weights. The prompt is built as in training."""
+        if isinstance(question, Mapping):
+            raise InputError("generate() got one message\n  give a question, or a list of messages: [message]")
         messages = ({"role": "user", "content": question},) if isinstance(question, str) else tuple(question)
         tasks = TaskSet((Task("ask", messages),), (), None, "")
         (task,) = with_system_prompt(tasks, self.config.data.system_prompt).train

@@ -65,6 +65,8 @@ def test_without_native_tools_calls_and_results_are_text() -> None:
     )
     assert messages[3]["content"] == "<tool_response>\n7\n</tool_response>\n<tool_response>\n3\n</tool_response>"
     assert messages[4]["content"].startswith("Once more.\n<tool_call>\n")
+    (_, _, reply, *_), _ = render_messages([m | {"weight": 0} for m in TALK], [SCHEMA], format)
+    assert reply == messages[2] | {"weight": 0}
 
 
 def test_with_native_tools_they_are_left_to_the_template() -> None:
@@ -85,6 +87,14 @@ def test_results_of_calls_in_the_text_are_rendered_too() -> None:
         (QUESTION, talk[1], {"role": "user", "content": "<tool_response>\n3\n</tool_response>"}),
         None,
     )
+
+
+def test_two_results_of_one_call_are_refused() -> None:
+    calls = [{"id": id, "function": {"name": "add", "arguments": {"a": 1, "b": 2}}} for id in "xy"]
+    reply = {"role": "assistant", "content": "", "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": "x", "content": "3"}] * 2
+    with pytest.raises(InputError, match=r"two results of the call 'x'"):
+        render_messages([*TALK[:1], reply, *results], [SCHEMA], make_format("hermes", native_tools=False))
 
 
 @pytest.mark.parametrize("name", WRITERS)

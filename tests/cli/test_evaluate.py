@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -148,6 +149,60 @@ def test_a_run_on_its_own_tasks_and_on_others(tiny_model_folder: Path, capsys: p
     assert "mine.jsonl" in capsys.readouterr().out
     (folder,) = Path("outputs/eval").iterdir()
     assert {path.name for path in folder.iterdir()} >= {"answers.jsonl", "results.json", "results.md"}
+
+
+def trained(model: Path, *settings: str) -> str:
+    """A run of one step."""
+    small = ("data.train_batch_size=2", "rollout.group_size=2", "loop.total_steps=1", "rollout.max_tokens=6")
+    silent = ("eval.before=false", "eval.after=false", "logging.to=[]", "resume=disable")
+    before = set(Path("outputs").glob("*/*/run.json"))
+    assert main(["train", f"model={model}", *small, *silent, *settings]) == 0
+    (run,) = {*Path("outputs").glob("*/*/run.json")} - before
+    return str(run.parent)
+
+
+def test_a_named_data_set_replaces_the_files_of_a_run(tiny_model_folder: Path) -> None:
+    Path("mine.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    run = trained(tiny_model_folder, "data.train_files=mine.jsonl", "data.val_files=mine.jsonl")
+    assert main(["eval", run, "data=sort", "data.val_size=3", "--out", "named"]) == 0
+    (found,) = results("named")["results"]
+    assert (found["task"], found["tasks"], found["reward"]) == ("sort", 3, "sorted")
+
+
+def test_runs_with_files_of_one_name_are_not_compared(
+    tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, question in (("a", "1+1?"), ("b", "say 2")):
+        Path(folder).mkdir()
+        Path(folder, "test.jsonl").write_text(json.dumps({"question": question, "answer": "2"}) + "\n")
+    settings = [[f"data.{split}_files={folder}/test.jsonl" for split in ("train", "val")] for folder in "ab"]
+    first, second = (trained(tiny_model_folder, *one) for one in settings)
+    assert main(["eval", first, second, "--out", "pair"]) == 0
+    assert [one["task"] for one in results("pair")["results"]] == ["a/test.jsonl", "b/test.jsonl"]
+    assert not results("pair")["comparisons"]
+    Path("b/test.jsonl").write_bytes(Path("a/test.jsonl").read_bytes())  # a copy is the same set of tasks
+    other = trained(tiny_model_folder, *settings[1], "reward=math_verify")
+    capsys.readouterr()
+    assert main(["eval", first, other, "--out", "copy"]) == 0
+    assert [one["task"] for one in results("copy")["comparisons"]] == ["test.jsonl"]
+    assert "are evaluated on test.jsonl with different settings (reward)" in capsys.readouterr().err
+
+
+def test_tasks_in_a_file_of_any_name(tiny_model_folder: Path) -> None:
+    name = "my tasks (1).jsonl.gz"
+    Path(name).write_bytes(gzip.compress(b'{"question": "1+1?", "answer": "2"}\n'))
+    assert main(["eval", str(tiny_model_folder), "--tasks", name, "rollout.max_tokens=4", "--out", "zipped"]) == 0
+    assert [one["task"] for one in results("zipped")["results"]] == [name]
+
+
+def test_settings_of_the_other_mode_are_warned_of(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", str(tiny_model_folder), "--tasks", "sort", "--limit", "1", "rollout.max_tokens=4"]
+    unused = "has no effect with eval.modes=[greedy]: it is for the mode sampled"
+    assert main([*words, "--n", "2", "eval.modes=[greedy]", "eval.top_p=0.9"]) == 0
+    error = capsys.readouterr().err
+    assert f"warning: eval.n {unused}" in error and f"warning: eval.top_p {unused}" in error
+    assert main([*words, "--n", "1"]) == 0 and main([*words, "--n", "2", "eval.top_p=0.9"]) == 0
+    assert unused not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,12 @@ def test_no_reward() -> None:
     assert mistake() == "reward.name is empty\n  fix: name a reward, or leave it at auto"
 
 
+@pytest.mark.parametrize("value", [3, [3], ["exact", None]])
+def test_what_is_not_a_reward_is_refused(value: Any) -> None:
+    with pytest.raises(InputError, match="a reward must be a name, a function or a list of these, got"):
+        resolve_rewards(value, None, {})
+
+
 def test_the_same_reward_twice() -> None:
     message = "two rewards are called exact\n  fix: name it once, or rename one with @covey.reward(name=...)"
     assert mistake("exact", "auto") == message

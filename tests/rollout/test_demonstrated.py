@@ -91,6 +91,12 @@ def test_only_the_replies_of_the_assistant_are_trained_on() -> None:
     ]
 
 
+def test_a_reply_of_weight_0_is_context() -> None:
+    talk = [m | {"weight": int(m["content"] == "4.")} if m["role"] == "assistant" else m for m in TALK]
+    ((*_, before, last),) = shown("plain", talk)
+    assert last == ("4.<|im_end|>", True) and not before[1] and "\n2<|im_end|>" in before[0]
+
+
 def test_replies_are_as_the_template_writes_them() -> None:
     spaced = [{**m, "content": f" {m['content']} "} for m in TALK]
     assert shown("trims", spaced) == shown("trims", TALK) == shown("plain", TALK)

@@ -131,6 +131,12 @@ def test_numbers_are_split_into_equal_buckets_and_ties_stay_together() -> None:
     assert ties[0] == ties[2] == ties[3] > ties[1]
 
 
+def test_levels_may_be_numbers() -> None:
+    options = SamplerOptions(column="d", levels=[1, 2, 3])
+    assert task_buckets(tasks(4, d=[3, 1, 2, "1"]), options, 60) == ([2, 0, 1, 0], (0, 10, 20))
+    assert unused_levels(tasks(2, d=[1, 3]), options) == ["data.sampler_options.levels: no task has the level 2"]
+
+
 def test_first_draws_have_the_stated_probabilities() -> None:
     """A batch of one task, over many seeds: within four standard errors."""
     draws, count = 4000, Counter[str]()

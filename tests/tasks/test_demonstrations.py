@@ -99,6 +99,23 @@ def test_parquet_nulls_are_dropped() -> None:
     assert result.tools == tuple(tools)
 
 
+def test_parquet_does_not_give_a_call_the_arguments_of_another() -> None:
+    """Parquet gives all `arguments` the same fields, and fills those of other calls with nulls."""
+    calls = [{"name": "search", "arguments": {"query": "x", "sites": [{"a": 1}]}}, CALL["function"]]
+    rows = [{"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]} for call in calls]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "d.parquet")
+    found = load_demonstrations(DataConfig(train_files="d.parquet"), 0).train
+    assert [one.messages[1]["tool_calls"][0]["function"] for one in found] == calls
+    null = {"name": "f", "arguments": {"x": None}}  # a null that the user wrote
+    (one,) = read({"messages": [USER, {"role": "assistant", "tool_calls": [null]}]})
+    assert one.messages[1]["tool_calls"][0]["function"] == null
+
+
+def test_replies_in_the_question_are_context() -> None:
+    (one,) = read({"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]})
+    assert one.messages == (USER, ASSISTANT | {"weight": 0}, USER, ASSISTANT)
+
+
 def test_splits_sizes_and_warnings() -> None:
     rows = [{"question": str(i), "answer": str(i)} for i in range(4)]
     data = DataConfig(train_files=write(*rows), val_files=write(*rows[3:], name="v.jsonl"), train_size=9)
@@ -126,6 +143,11 @@ GOOD = {"messages": [USER, ASSISTANT]}
     ("row", "first_line"),
     [
         ({"messages": [USER]}, "no message of the assistant: there is nothing to learn from"),
+        ({"messages": [USER, ASSISTANT | {"weight": 0.5}]}, "messages[1].weight must be 0 or 1, got 0.5"),
+        (
+            {"messages": [USER, ASSISTANT | {"weight": 0}]},
+            "every message of the assistant has weight 0: there is nothing to learn from",
+        ),
         ({"text": "1+1"}, "no column messages, question or prompt (columns here: text)"),
         ({"question": "1+1"}, "no column answer, response or completion (columns here: question)"),
         ({"question": "1+1", "answer": " "}, "answer is empty"),

@@ -11,7 +11,7 @@ import pytest
 
 from covey.config.schema import DataConfig
 from covey.errors import Absent, InputError
-from covey.tasks import load_tasks
+from covey.tasks import load_tasks, tasks_of_rows
 from covey.types import Task
 
 ROW = {"question": "1+1", "answer": "2"}
@@ -75,6 +75,11 @@ def test_every_text_format_gives_the_same_task(name: str, content: str, mark: by
 def test_parquet_rows_are_tasks() -> None:
     rows = [{"question": "1+1", "answer": "2", "level": 3, "data_id": 7}]
     assert train(parquet("t.parquet", rows)) == (Task("7", TASK.messages, "2", {"level": 3}),)
+
+
+def test_a_null_question_leaves_the_next_column() -> None:
+    (task,) = tasks_of_rows([{"question": None, "messages": [{"role": "user", "content": "1+1?"}]}], "tasks")
+    assert task.messages == ({"role": "user", "content": "1+1?"},)
 
 
 def test_other_columns_are_kept() -> None:

@@ -140,6 +140,8 @@ def test_a_mistake_in_a_question_does_not_end_the_run(tiny_model_folder: Path) -
         trainer.step()
         with pytest.raises(InputError, match="this model reads text only"):
             trainer.generate(question)
+        with pytest.raises(InputError, match=r"got one message\n.*\[message\]"):
+            trainer.generate({"role": "user", "content": "say 1"})  # type: ignore[arg-type]
         assert isinstance(trainer.generate("say 1"), str)
         trainer.train()
     assert len(caught) == trainer.steps_done == 3

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -87,6 +88,38 @@ def test_rows_of_any_kind(tiny_model_folder: Path) -> None:
     ]:
         with pytest.raises(InputError, match=message):
             covey.Trainer(model, wrong, vowels, **SMALL)  # type: ignore[arg-type]
+
+
+class Pandas:
+    """What Trainer uses of a pandas table: a Parquet file's lists are NumPy arrays in it."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def iterrows(self) -> Any: ...
+
+    def to_dict(self, form: str) -> Any:
+        assert form == "records"
+        return self.rows
+
+
+def test_arrays_in_a_pandas_table_are_lists(tiny_model_folder: Path) -> None:
+    row = {"prompt": np.array([{"role": "user", "content": "hm"}]), "answer": "a", "data_id": np.int64(7)}
+    nested = {"truth": {"values": np.array([1, 2])}}
+    model = str(tiny_model_folder)
+    (task,) = covey.Trainer(model, Pandas([row | nested]), vowels, **SMALL)._prepared.tasks.train  # type: ignore[arg-type]
+    assert task.messages == ({"role": "user", "content": "hm"},) and task.id == "7"
+    assert task.columns == {"truth": {"values": [1, 2]}}
+
+
+def test_sizes_of_rows(tiny_model_folder: Path) -> None:
+    sizes = {"data.train_size": 3, "data.val_size": 1}
+    tasks = covey.Trainer(str(tiny_model_folder), ROWS, vowels, validation=ROWS, **SMALL | sizes)._prepared.tasks
+    assert (len(tasks.train), len(tasks.validation)) == (3, 1)
+    with pytest.raises(InputError, match=r"data.val_files has no effect: tasks= has rows\n  fix: validation=FILE"):
+        covey.Trainer(str(tiny_model_folder), ROWS, vowels, **SMALL | {"data.val_files": "a.jsonl"})
+    with pytest.raises(InputError, match="validation= has rows, but tasks= is the name 'sort'"):
+        covey.Trainer(str(tiny_model_folder), "sort", vowels, validation=ROWS, **SMALL)
 
 
 def shout(text: str) -> str:

@@ -37,6 +37,8 @@ def _render_conversation(messages: Messages, format: Format) -> tuple[Message, .
     for message in messages:
         if message["role"] == "tool" and pending:
             call = by_id.get(str(message.get("tool_call_id"))) or pending[0]
+            if call not in pending:
+                raise InputError(f"two results of the call {message['tool_call_id']!r:.80}: remove one of them")
             pending.remove(call)
             pictures.append(images_of([message]))
             results.append((call, text_of(message["content"])))
@@ -78,7 +80,7 @@ def _render_reply(message: Mapping[str, Any], calls: Sequence[Call], format: For
         raise InputError(
             f"this reply cannot be written in the format {format.name} so that it is read as the same calls:\n{text}"
         )
-    return {"role": "assistant", "content": text}
+    return {key: value for key, value in message.items() if key in ("role", "weight")} | {"content": text}
 
 
 def call_text(format: Format, calls: Sequence[Call]) -> str:

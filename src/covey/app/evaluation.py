@@ -25,7 +25,7 @@ from covey.app.models import make_engine
 from covey.app.parts import open_rewards, open_workers, service_of, with_workers
 from covey.app.prepare import Prepared, prepare
 from covey.app.resume import is_run
-from covey.config import Composed
+from covey.config import Composed, literal
 from covey.config.schema import OWN_TASKS
 from covey.errors import InputError, RunFailed
 from covey.evaluation.answers import EvalFolder, EvalJob, Key
@@ -35,11 +35,12 @@ from covey.evaluation.statistics import powers_up_to
 from covey.protocols import RolloutEngine
 from covey.rewards import votes_of
 from covey.tasks import TaskSet, load_tasks
+from covey.tasks.files import find_files
+from covey.tasks.reading import SUFFIXES
 from covey.telemetry.progress import ProgressLine
 from covey.training.evaluate import eval_sampling
 from covey.workers import WorkerPool
 
-FILES = (".json", ".jsonl", ".parquet", ".csv")
 # Section → settings that change answers. All others (devices, speed) may change when an evaluation is resumed.
 ANSWERS_DEPEND_ON: Mapping[str, tuple[str, ...] | None] = {
     "model": ("dtype", "context_length", "lora"),
@@ -150,10 +151,51 @@ def plan_evaluation(args: CommandLine, options: EvalOptions) -> list[PlannedEval
             raise InputError(f"{name} is named twice\n  fix: name each model once")
     sampled = options.with_n(args)
     plans = [_plan(name, task, sampled, options) for name in args.positional for task in (options.tasks or (None,))]
+    plans = [_renamed(plan, paths) if (paths := _ambiguous_files(plan, plans)) else plan for plan in plans]
     warnings = [text for plan in plans for text in plan.prepared.tasks.warnings]
+    warnings += _unused_settings(plans, sampled)
     for text in dict.fromkeys([*warnings, *_setting_mismatches(plans)]):
         print(f"warning: {text}", file=sys.stderr)
     return plans
+
+
+def _unused_settings(plans: Sequence[PlannedEval], args: CommandLine) -> list[str]:
+    """Warnings about given settings of the mode sampled, if no model is sampled in it."""
+    if any(job.spec.mode == "sampled" for plan in plans for job in plan.jobs):
+        return []
+    given = dict.fromkeys(word.partition("=")[0] for word in args.settings if word != "eval.n=1")
+    modes = plans[0].prepared.config.eval.modes
+    return [
+        f"{key} has no effect with eval.modes=[{','.join(modes)}]: it is for the mode sampled"
+        for key in given
+        if key in ("eval.n", "eval.temperature", "eval.top_p", "eval.top_k", "eval.min_p")
+    ]
+
+
+def _ambiguous_files(plan: PlannedEval, plans: Sequence[PlannedEval]) -> str | None:
+    """The paths of the plan's files, if another plan has other tasks in files of the same name. Their ids are the same
+    too, so they would be compared."""
+    paths = _file_paths(plan)
+    for other in plans if paths is not None else ():
+        if other.task == plan.task and _file_paths(other) not in (None, paths) and _contents(other) != _contents(plan):
+            return paths
+    return None
+
+
+def _file_paths(plan: PlannedEval) -> str | None:
+    config = plan.prepared.config
+    if config.data.val_files is None or config.agent.name in OWN_TASKS:
+        return None
+    return ", ".join(map(str, find_files("data.val_files", config.data.val_files)))
+
+
+def _contents(plan: PlannedEval) -> list[tuple[Any, Any]]:
+    return [(task.messages[-1]["content"], task.answer) for task in plan.prepared.tasks.validation]
+
+
+def _renamed(plan: PlannedEval, task: str) -> PlannedEval:
+    jobs = tuple(dataclasses.replace(job, spec=dataclasses.replace(job.spec, task=task)) for job in plan.jobs)
+    return dataclasses.replace(plan, task=task, jobs=jobs)
 
 
 def _setting_mismatches(plans: Sequence[PlannedEval]) -> list[str]:
@@ -166,6 +208,8 @@ def _setting_mismatches(plans: Sequence[PlannedEval]) -> list[str]:
             differing = [key for key in settings[0] if settings[0][key] != settings[1][key]]
             if plan.prepared.config.agent != first.prepared.config.agent:
                 differing.append("agent")
+            if digest_rewards(plan.prepared.rewards) != digest_rewards(first.prepared.rewards):
+                differing.append("reward")
             if differing:
                 pair = f"{plan.model} and {first.model} are evaluated on {plan.task} with different settings"
                 warnings.append(
@@ -208,7 +252,7 @@ def _validation_only(tasks: TaskSet, options: EvalOptions) -> TaskSet:
 
 def _compose_tasks(name: str, task: str, args: CommandLine) -> Composed:
     """The settings for a named set of tasks. A run keeps its agent and lengths, but not its tasks and rewards."""
-    chosen = f"data.val_files=[{task}]" if task.endswith(FILES) else f"data.name={task}"
+    chosen = f"data.val_files={literal([task])}" if task.endswith(SUFFIXES) else f"data.name={task}"
     cleared = [f"{key}=null" for key in ("data.train_files", "data.val_files") if not chosen.startswith(key)]
     args = dataclasses.replace(args, settings=[*args.settings, chosen, *cleared])
     composed = compose_for(name, args)

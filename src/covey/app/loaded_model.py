@@ -102,19 +102,21 @@ def has_tasks(args: CommandLine) -> bool:
 
 
 def _tasks_of(run: Path, args: CommandLine) -> list[str]:
-    """Settings that clear the data files of an SFT run: they hold demonstrations, so tasks must be named."""
+    """Settings that clear the run's data files: those of an SFT run, which hold demonstrations, so that tasks must be
+    named; and those of any run if the user names a data set or a generated task instead."""
     config = run / "config.yaml"
     try:
         data = yaml.safe_load(config.read_text())["data"]
         files = data["train_files"]
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
         raise InputError(f"{config} is damaged or missing: {' '.join(str(error).split())}") from error
-    if read_run(run).get("kind") != "sft" or files is None:
-        return []
+    cleared = ["data.train_files=null", "data.val_files=null"] if files is not None else []
+    if files is None or read_run(run).get("kind") != "sft":
+        return cleared if any(word.startswith(("data=", "data.name=")) for word in args.settings) else []
     named = [word for word in args.settings if word.startswith(TASK_KEYS)]
     if not named and args.value("--question") is None:
         raise InputError(
             f"{run} was trained on demonstrations: name the tasks to ask\n"
             "  data=calculator, or data.val_files=tasks.jsonl with question and answer"
         )
-    return ["data.train_files=null", "data.val_files=null"]
+    return cleared

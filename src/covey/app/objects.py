@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from covey.algorithms import algorithm_schemas, schema
 from covey.app.prepare import Prepared, prepare
 from covey.config import compose, literal
-from covey.config.schema import LoggingConfig
+from covey.config.schema import DataConfig, LoggingConfig
 from covey.errors import InputError
 from covey.storage import sha256
 from covey.tasks import TaskSet, read_tasks, reward_by_answers, tasks_of_rows, with_system_prompt
@@ -65,7 +65,7 @@ def prepare_objects(
     algorithms = algorithm_schemas()
     composed = compose([*words, *task_words], algorithms=algorithms, own_algorithm=schema, config_name=recipe)
     if task_set is not None:
-        task_set = with_system_prompt(task_set, composed.config.data.system_prompt)
+        task_set = with_system_prompt(_sized(task_set, composed.config.data, words), composed.config.data.system_prompt)
     return prepare(
         composed,
         tasks=task_set,
@@ -89,7 +89,8 @@ def _tasks(tasks: TasksLike | None, validation: TasksLike | None) -> tuple[list[
         if isinstance(validation, (str, Path)):
             words.append(f"data.val_files={_quoted(str(validation))}")
         elif validation is not None:
-            raise InputError("validation= must be a file when tasks= is one")
+            given = "is not given" if tasks is None else f"is the name {str(tasks)!r}"
+            raise InputError(f"validation= has rows, but tasks= {given}\n  fix: give both as rows, or both as files")
         return words, None
     rows = tasks_of_rows(tasks, "tasks")
     held_out: tuple[Task, ...] = ()
@@ -98,6 +99,19 @@ def _tasks(tasks: TasksLike | None, validation: TasksLike | None) -> tuple[list[
     elif validation is not None:
         held_out = tasks_of_rows(validation, "validation")
     return [], TaskSet(rows, held_out, reward_by_answers((*rows, *held_out)), "tasks given in Python")
+
+
+def _sized(tasks: TaskSet, data: DataConfig, words: Sequence[str]) -> TaskSet:
+    """The first data.train_size and data.val_size tasks, if the user gives them: those of a recipe are for its data."""
+    given = {key for key, _, value in (word.partition("=") for word in words) if value != "null"}
+    for key, argument in (("data.train_files", "tasks=FILE"), ("data.val_files", "validation=FILE")):
+        if key in given:
+            raise InputError(f"{key} has no effect: tasks= has rows\n  fix: {argument}, or leave it out")
+    return dataclasses.replace(
+        tasks,
+        train=tasks.train[: data.train_size if "data.train_size" in given else None],
+        validation=tasks.validation[: data.val_size if "data.val_size" in given else None],
+    )
 
 
 # -- Models ------------------------------------------------------------------------------------------------------------

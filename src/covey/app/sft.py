@@ -281,10 +281,12 @@ def _unused(composed: Composed) -> list[str]:
 
 
 def _digest(episodes: Sequence[Episode]) -> str:
-    """A hash of the tokens and images of all episodes."""
+    """A hash of the tokens and images of all episodes, and of the turns that are not trained on."""
     digest = hashlib.sha256()
     for episode in episodes:
         digest.update(repr([(turn.prompt_ids, turn.completion_ids) for turn in episode.turns]).encode())
+        if context := [at for at, turn in enumerate(episode.turns) if not turn.trained]:
+            digest.update(repr(context).encode())
         if images := [span.image.digest for turn in episode.turns for span in turn.images]:
             digest.update(repr(images).encode())
     return digest.hexdigest()

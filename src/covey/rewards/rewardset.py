@@ -110,7 +110,9 @@ def resolve_rewards(
     """The rewards called `names`: built-in, `module:function`, `file.py:function`, a function itself, or `auto`, the
     task's own. `options` are their arguments, by reward name; a class is instantiated with its options. A reward with a
     parameter `sandbox` gets what `sandbox()` returns."""
-    names = [names] if isinstance(names, str) or callable(names) else list(names)
+    names = [names] if isinstance(names, str) or callable(names) else names
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) or callable(name) for name in names):
+        raise InputError(f"a reward must be a name, a function or a list of these, got {names!r:.80}")
     if not names:
         raise InputError("reward.name is empty\n  fix: name a reward, or leave it at auto")
     rewards = [_find(name, task_default or DEFAULT) for name in names]

@@ -380,7 +380,7 @@ def _without_overlap(prompt: str, content: str) -> str:
 def render_demonstration(renderer: Renderer, messages: Messages, tools: Tools, ends: Sequence[int]) -> tuple[Turn, ...]:
     """The assistant's messages as turns: the prompts that `EpisodePolicy` would have sent, and the replies that the
     model would have sampled, each with the token that ends a turn (one of `ends`). If the template rewrites history,
-    the demonstration forks into several rows. Raises `TemplateError`."""
+    the demonstration forks into several rows. Replies of weight 0 are not trained on. Raises `TemplateError`."""
     turns: list[Turn] = []
     previous: PastReply | None = None
     for place, message in enumerate(messages):
@@ -392,6 +392,7 @@ def render_demonstration(renderer: Renderer, messages: Messages, tools: Tools, e
             prompt = renderer.render(before, tools)
         reply = renderer.reply(before, message, tools, ends)
         none = (0.0,) * len(reply), (0,) * len(reply)  # log-probs and versions
-        turns.append(Turn(prompt.ids, reply, *none, StopReason.EOS, images=prompt.images))
+        trained = bool(message.get("weight", 1))
+        turns.append(Turn(prompt.ids, reply, *none, StopReason.EOS, images=prompt.images, trained=trained))
         previous = PastReply(before, tools, prompt.ids, reply, StopReason.EOS, message, prompt.images)
     return tuple(turns)

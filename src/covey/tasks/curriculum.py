@@ -66,7 +66,7 @@ class SamplerOptions:
     explore: Share = 0.1
     staleness: Share = 0.3
     column: str | None = None
-    levels: list[str] = field(default_factory=list)
+    levels: list[Any] = field(default_factory=list)  # words or numbers
     starts: list[Steps] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -287,15 +287,15 @@ def task_buckets(tasks: Sequence[Task], options: SamplerOptions, steps: int) -> 
 def unused_levels(tasks: Sequence[Task], options: SamplerOptions) -> list[str]:
     """A warning about levels that no task has: their steps add no tasks."""
     known = {str(task.columns.get(options.column or "")) for task in tasks}
-    missing = [level for level in options.levels if level not in known]
+    missing = [str(level) for level in options.levels if str(level) not in known]
     return [f"data.sampler_options.levels: no task has the level {', '.join(missing)}"] if missing else []
 
 
 def _difficulty(task: Task, options: SamplerOptions) -> float:
     value = task.columns.get(options.column or "")
     if options.levels:
-        if str(value) in options.levels:
-            return options.levels.index(str(value))
+        if str(value) in (levels := list(map(str, options.levels))):
+            return levels.index(str(value))
         known, fix = (
             f"not one of data.sampler_options.levels={options.levels}",
             "add it to the levels, from easy to hard",

@@ -9,6 +9,8 @@ Columns of a data file:
     tools                            schemas of the tools that may be called; default: those of agent.tools
     data_id                          the name in messages; default `FILE:ROW` (from 0)
 
+Replies in a question, and those with `"weight": 0` as in OpenAI's format, are context that is not trained on.
+
 Tool calls and schemas have OpenAI's form, with or without the `function` around them; arguments and schemas may also be
 JSON in a string, as Parquet and CSV files store free-form values:
 
@@ -103,8 +105,11 @@ def demonstration_of(table: Table, row: Row, default_id: str) -> Demonstration:
     values = {name: value for name, value in row.values.items() if value is not None}
     messages = _conversation(table, row, values["messages"]) if "messages" in values else _pair(table, row, values)
     messages = read_images(table, row, messages, values)
-    if not any(message["role"] == "assistant" for message in messages):
+    replies = [message for message in messages if message["role"] == "assistant"]
+    if not replies:
         raise table.mistake(row, "no message of the assistant: there is nothing to learn from", ROW_FIX)
+    if not any(message.get("weight", 1) for message in replies):
+        raise table.mistake(row, "every message of the assistant has weight 0: there is nothing to learn from")
     return Demonstration(
         id=str(values.get("data_id", default_id)),
         messages=messages,
@@ -122,6 +127,9 @@ def _conversation(table: Table, row: Row, value: Any, column: str = "messages") 
             if message["role"] != "assistant":
                 raise table.mistake(row, f"{where}: only the assistant calls tools, not role {message['role']}")
             message = {**message, "tool_calls": read_calls(table, row, where, calls)}
+        if (weight := message.get("weight", 1)) not in (0, 1):
+            fix = "0 leaves it out of the loss, 1 trains on it"
+            raise table.mistake(row, f"{column}[{index}].weight must be 0 or 1, got {weight!r:.80}", fix)
         shown = message["role"] != "assistant" and has_images(message["content"])
         if isinstance(message["content"], list) and not shown:
             message = {**message, "content": _text(table, row, f"{column}[{index}].content", message["content"])}
@@ -146,9 +154,14 @@ def _pair(table: Table, row: Row, values: Mapping[str, Any]) -> tuple[Mapping[st
         missing = "messages, question or prompt" if question is None else "answer, response or completion"
         raise table.mistake(row, f"no column {missing} (columns here: {names(row.values)})", ROW_FIX)
     return (
-        *_side(table, row, question, values[question], "user"),
+        *map(_as_context, _side(table, row, question, values[question], "user")),
         *_side(table, row, reply, values[reply], "assistant"),
     )
+
+
+def _as_context(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message of the question: replies in it are not trained on."""
+    return {**message, "weight": 0} if message["role"] == "assistant" else message
 
 
 def _side(table: Table, row: Row, column: str, value: Any, role: str) -> tuple[Mapping[str, Any], ...]:
@@ -173,7 +186,10 @@ def read_calls(table: Table, row: Row, where: str, value: Any) -> list[dict[str,
 
 def _call(table: Table, row: Row, where: str, call: Any) -> dict[str, Any]:
     function = _function(table, row, where, call, CALL_FIX)
-    arguments = decoded(table, row, f"{where}.arguments", function.get("arguments") or {})
+    given = function.get("arguments") or {}
+    arguments = decoded(table, row, f"{where}.arguments", given)
+    if arguments is given and table.unit == "row":  # a struct of Parquet has the arguments of all other calls as nulls
+        arguments = _without_nulls(arguments)
     if not isinstance(arguments, Mapping):
         raise table.mistake(row, f"{where}.arguments must be an object, got {kind(arguments)}", CALL_FIX)
     call_id = {"id": call["id"]} if call.get("id") is not None else {}

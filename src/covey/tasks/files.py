@@ -174,7 +174,8 @@ def _duplicate_id(data_id: str, first_table: Table, first: Row, table: Table, ro
 
 def task_of(table: Table, row: Row, default_id: str) -> Task:
     columns = dict(row.values)
-    name = next((name for name in QUESTION_COLUMNS if name in columns), None)
+    names_here = [name for name in QUESTION_COLUMNS if name in columns]  # Parquet fills columns with nulls
+    name = next((name for name in names_here if columns[name] is not None), names_here[0] if names_here else None)
     if name is None and "instruction" in columns and {"url", "html"} & {*columns}:
         name = "instruction"
     if name is None:
@@ -326,4 +327,13 @@ def _columns(row: Any, number: int, name: str) -> dict[str, Any]:
         return {}
     if not isinstance(row, Mapping):
         raise InputError(f"{name}, row {number}: must be a dict or a covey.Task, got {type(row).__name__}")
-    return {str(key): list(value) if isinstance(value, tuple) else value for key, value in row.items()}
+    return {str(key): list(value) if isinstance(value, tuple) else _without_arrays(value) for key, value in row.items()}
+
+
+def _without_arrays(value: Any) -> Any:
+    """A value with lists and numbers in place of NumPy's: pandas reads the lists of a Parquet file as arrays."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: _without_arrays(item) for key, item in value.items()}
+    return [_without_arrays(item) for item in value] if isinstance(value, list) else value
