@@ -114,6 +114,7 @@ def test_every_message_takes_its_command_from_here() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     texts = {path: path.read_text() for path in SOURCE.rglob("*.py") if path.name != "imports.py"}
     assert [path for path, text in texts.items() if "pip install" in text] == []
-    named = {name for text in texts.values() for name in re.findall(r"install_extra\(\s*[\"']([\w-]+)", text)}
+    calls = r"(?:install_extra\(|require\(\s*[\"'][\w.]+[\"'],)\s*[\"']([\w-]+)"
+    named = {name for text in texts.values() for name in re.findall(calls, text)}
     assert len(named) > 8 and named <= set(extras)
     assert extras["demo"] == [WHEEL]

@@ -62,6 +62,7 @@ class Spec:
     model: ModelSource
     algorithm: Algorithm
     total_steps: int = 1000
+    task_count: int = 1_000_000  # enough for every step
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], *, max_sequences: int = 256, **sections: Any) -> Spec:

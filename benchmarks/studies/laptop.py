@@ -28,6 +28,7 @@ LARGEST = Study(
     ),
     seeds=(0, 1, 2),
     metric="number",
+    timed=False,
 )
 
 # Sums of two numbers of two digits. The model imitates demonstrations that are worked in full (54 tokens, three of
@@ -69,4 +70,5 @@ SUMS_REWARDS = Study(
     metric="math_equal",
     limit=LIMIT,
     compare_all=True,
+    timed=False,
 )

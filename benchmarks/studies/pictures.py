@@ -21,21 +21,26 @@ def draw(results: Results, path: Path) -> Path:
     from matplotlib import pyplot
 
     weighed = {name: group for name, group in results.records.items() if _weight_names(group[0])}
-    figure, panels = pyplot.subplots(1, 3 if weighed else 2, figsize=(14 if weighed else 10, 4), layout="constrained")
+    timed = results.study.timed
+    count = 1 + timed + bool(weighed)
+    figure, grid = pyplot.subplots(1, count, figsize=(1 + 4.5 * count, 4), layout="constrained", squeeze=False)
+    panels = list(grid[0])
     for number, (name, records) in enumerate(results.records.items()):
         colour = COLOURS[number % len(COLOURS)]
         _curves(panels[0], records, results.study.metric, lambda one: one.step, colour, name)
-        _curves(panels[1], records, results.study.metric, lambda one: one.seconds, colour, name)
+        if timed:
+            _curves(panels[1], records, results.study.metric, lambda one: one.seconds, colour, name)
     panels[0].set(title="accuracy over updates", xlabel="updates")
-    panels[1].set(title="accuracy over training time", xlabel="seconds, evaluations not counted")
+    if timed:
+        panels[1].set(title="accuracy over training time", xlabel="seconds, evaluations not counted")
     panels[0].legend(fontsize=8, frameon=False)
     for name, records in weighed.items():
         for number, weight in enumerate(_weight_names(records[0])):
             rows = [record["steps"][weight] for record in records]
             mean = [fmean(values) for values in zip(*rows, strict=False)]
-            panels[2].plot(range(1, len(mean) + 1), mean, color=COLOURS[number], label=weight.split("/")[1])
-        panels[2].set(title=f"weights of {name}, mean of seeds", xlabel="updates", ylim=(0, 1))
-        panels[2].legend(fontsize=8, frameon=False)
+            panels[-1].plot(range(1, len(mean) + 1), mean, color=COLOURS[number], label=weight.split("/")[1])
+        panels[-1].set(title=f"weights of {name}, mean of seeds", xlabel="updates", ylim=(0, 1))
+        panels[-1].legend(fontsize=8, frameon=False)
     for axes in panels:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

@@ -41,6 +41,7 @@ class Study:
     baseline: str = ""  # the experiment that the others are compared with; default: the first
     limit: int | None = None  # tokens that an answer should not exceed: its share is measured too
     compare_all: bool = False  # every pair of experiments, not just each with the baseline
+    timed: bool = True  # compared at equal time too; not on a machine that does other work meanwhile
 
     def experiment(self, name: str) -> Experiment:
         return next(one for one in self.experiments if one.name == name)

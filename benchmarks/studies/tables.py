@@ -77,7 +77,8 @@ def section(results: Results, picture: str) -> str:
 def accuracy_table(results: Results) -> str:
     study, seconds = results.study, results.shared_seconds
     metric = study.metric
-    head = ["", "seeds", "before", "after equal updates", f"after equal time, {seconds:.0f} s", "each seed"]
+    head = ["", "seeds", "before", "after equal updates"]
+    head += [f"after equal time, {seconds:.0f} s", "each seed"] if study.timed else ["each seed"]
     rows = []
     for name, records in results.records.items():
         before = [reading.evaluations(record, metric)[0].values for record in records]
@@ -85,7 +86,7 @@ def accuracy_table(results: Results) -> str:
         timed = [reading.at_time(record, metric, seconds).values for record in records]
         seeds = " · ".join(f"{100 * fmean(values):.1f}" for values in after)
         cells = [name, str(len(records)), _percent(accuracy(before)), f"**{_percent(accuracy(after))}**"]
-        rows.append([*cells, _percent(accuracy(timed)), seeds])
+        rows.append([*cells, *([_percent(accuracy(timed))] if study.timed else []), seeds])
     problems = len(results.everything[0]["evaluations"]["tasks"])
     intro = (
         f"Accuracy (`{metric}`, greedy) on {problems} held-out tasks, in per cent with 95 % intervals over seeds and "
@@ -95,8 +96,9 @@ def accuracy_table(results: Results) -> str:
 
 
 def behaviour_table(results: Results) -> str:
-    head = ["", "reward", "entropy", "KL to the start", "tokens of a test answer", "cut off", "s per step"]
-    head += ["sampled tokens", "updates"]
+    timed = results.study.timed
+    head = ["", "reward", "entropy", "KL to the start", "tokens of a test answer", "cut off"]
+    head += [*(["s per step"] if timed else []), "sampled tokens", "updates"]
     rows = []
     for name, records in results.records.items():
         rows.append(
@@ -107,8 +109,8 @@ def behaviour_table(results: Results) -> str:
                 _number(reading.mean_of(records, reading.final_kl), 4),
                 _change(records, "tokens", 0),
                 _change(records, "cut", 2),
-                _number(reading.mean_of(records, reading.seconds_per_step), 1),
-                f"{fmean(map(reading.sampled_tokens, records)) / 1e6:.1f} M",
+                *([_number(reading.mean_of(records, reading.seconds_per_step), 1)] if timed else []),
+                f"{fmean(map(reading.sampled_tokens, records)):,.0f}",
                 str(len(records[0]["steps"]["timing/step"])),
             ]
         )
@@ -120,10 +122,12 @@ def behaviour_table(results: Results) -> str:
 
 
 def comparison_table(results: Results) -> str:
-    """Every comparison at equal updates and at equal time, and what can be said."""
+    """Every comparison at equal updates and, if times are compared, at equal time; and what can be said."""
     rows, sentences = [], []
     for first, second in results.pairs():
         for what, seconds in (("updates", None), ("time", results.shared_seconds)):
+            if seconds is not None and not results.study.timed:
+                continue
             found = difference(results, first, second, seconds)
             if found is None:
                 continue
@@ -191,7 +195,12 @@ def conditions(results: Results) -> str:
         f"- {', '.join(devices)}; {', '.join(versions)}; {records[0]['dtype']}",
         f"- {dates[0]}{' to ' + dates[-1] if len(dates) > 1 else ''}, commit {', '.join(commits)}",
         f"- up to {max(record['share'] for record in records)} at a time on the device; a run had up to {most} other "
-        "processes beside it in its time, so seconds compare runs of this table only",
+        "processes beside it in its time, "
+        + (
+            "so seconds compare runs of this table only"
+            if results.study.timed
+            else "and other work, so no time is shown"
+        ),
         f"- `{command(results.study)}`",
     ]
     return "\n".join(lines)

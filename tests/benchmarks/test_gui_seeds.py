@@ -24,9 +24,10 @@ def test_the_share_of_each_model_on_live_pages(
     assert len(shares) == 2 and all(0 <= share <= 1 for share in shares)
     seed = {
         "seed": 0,
+        "imitation_steps": 700,
         "success": {"greedy": (0.5, 1.0), "sampled": (0.25, 0.75)},
         "reward": [0.25, 0.75],
-        "seconds": 60,
+        "training_s": 60,
     }
-    found = {"data_s": 60, "sft_s": 120, "seeds": [seed], "live": {"seed 0": shares[0]}}
-    assert "| 0 | 50.0 % (43 to 57) |" in gui_seeds.text(found) and "seed 0 0.0 % (0 to " in gui_seeds.text(found)
+    text = gui_seeds.text({"seeds": [seed], "live": {"seed 0": shares}})
+    assert "| 0 | 700 | 50.0 % (45 to 55) |" in text and "| seed 0 | 0.0 % (0 to " in text

@@ -87,7 +87,7 @@ TEXTS = {
         for name in ("lookup", "search", "weather")
     ),
     "my_agent.py": AGENT,
-    "my_config.yaml": "env:\n  N_GPUS: 8\npython_args:\n  algorithm.gvpo_beta: 0.1\n",
+    "my_config.yaml": "env:\n  N_GPUS: 1\npython_args:\n  algorithm.gvpo_beta: 0.1\n",
 }
 RUN = ["data=arithmetic", "data.val_size=2", "data.train_batch_size=2", "rollout.group_size=4", "rollout.max_tokens=6"]
 RUN += ["loop.total_steps=2", "loop.save_every=1", "learner.lr=1e-3", "resume=disable", "logging.tags=[baseline]"]
