@@ -83,10 +83,11 @@ def accuracy_table(results: Results) -> str:
     for name, records in results.records.items():
         before = [reading.evaluations(record, metric)[0].values for record in records]
         after = [one.values for one in results.final(name, metric)]
-        timed = [reading.at_time(record, metric, seconds).values for record in records]
         seeds = " · ".join(f"{100 * fmean(values):.1f}" for values in after)
         cells = [name, str(len(records)), _percent(accuracy(before)), f"**{_percent(accuracy(after))}**"]
-        rows.append([*cells, *([_percent(accuracy(timed))] if study.timed else []), seeds])
+        if study.timed:
+            cells.append(_percent(accuracy([reading.at_time(record, metric, seconds).values for record in records])))
+        rows.append([*cells, seeds])
     problems = len(results.everything[0]["evaluations"]["tasks"])
     intro = (
         f"Accuracy (`{metric}`, greedy) on {problems} held-out tasks, in per cent with 95 % intervals over seeds and "
@@ -124,10 +125,11 @@ def behaviour_table(results: Results) -> str:
 def comparison_table(results: Results) -> str:
     """Every comparison at equal updates and, if times are compared, at equal time; and what can be said."""
     rows, sentences = [], []
+    moments: dict[str, float | None] = {"updates": None}
+    if results.study.timed:
+        moments["time"] = results.shared_seconds
     for first, second in results.pairs():
-        for what, seconds in (("updates", None), ("time", results.shared_seconds)):
-            if seconds is not None and not results.study.timed:
-                continue
+        for what, seconds in moments.items():
             found = difference(results, first, second, seconds)
             if found is None:
                 continue

@@ -30,24 +30,19 @@ PROMPTS = [[3 + i, 40 - i, 7, 11 + 2 * i] for i in range(12)]
 Found = TypeVar("Found")
 
 
+SIZES = {
+    **{"vocab_size": len(byte_tokenizer()), "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    **{"initializer_range": 0.1, "eos_token_id": EOS},
+}
+
+
 def tiny_qwen(seed: int = 0) -> Any:
     """With biases, and one matrix for input and output."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(byte_tokenizer()),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        eos_token_id=EOS,
-    )
-    return Qwen2ForCausalLM(config).to(DEVICE).eval()
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)).to(DEVICE).eval()
 
 
 def tiny_mixture(seed: int = 0) -> Any:
@@ -55,23 +50,8 @@ def tiny_mixture(seed: int = 0) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=len(byte_tokenizer()),
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-        eos_token_id=EOS,
-    )
-    return Qwen3MoeForCausalLM(config).to(DEVICE).eval()
+    experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, head_dim=32)).to(DEVICE).eval()
 
 
 class Bench:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 OLDEST_VLLM = (0, 24)
 LARGE = 6.5e9  # parameters of a "7B" model
 LONG = 4096  # tokens of an answer
+SAMPLED_MODE = ("n", "temperature", "top_p", "top_k", "min_p")  # settings of eval that greedy answers ignore
 
 
 def choose_engine(
@@ -263,12 +264,17 @@ def unused_settings(config: Config, source: ModelSource | None, overrides: Seque
             "mode.update=in_flight has no effect with rollout=vllm: it finishes its answers before the weights change"
         )
     if "sampled" not in config.eval.modes:
-        changed = _changed(config.eval, EvalConfig(), "n", "temperature", "top_p", "top_k", "min_p")
-        only = f"eval.modes=[{','.join(config.eval.modes)}]"
-        warnings += [f"eval.{name} has no effect with {only}: it is for the mode sampled" for name in changed]
+        warnings += unused_by_greedy(_changed(config.eval, EvalConfig(), *SAMPLED_MODE), config.eval.modes)
     if config.learner.schedule == "constant" and config.learner.min_lr_ratio != LearnerConfig().min_lr_ratio:
         warnings.append("learner.min_lr_ratio has no effect with learner.schedule=constant: only others end at it")
     return warnings
+
+
+def unused_by_greedy(names: Sequence[str], modes: Sequence[str]) -> list[str]:
+    """Warnings about settings of SAMPLED_MODE, if no evaluation has this mode."""
+    return [
+        f"eval.{name} has no effect with eval.modes=[{','.join(modes)}]: it is for the mode sampled" for name in names
+    ]
 
 
 def _changed(settings: object, usual: object, *names: str) -> list[str]:

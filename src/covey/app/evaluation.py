@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.app.build import make_collector
-from covey.app.checks import digest_rewards, digest_tasks
+from covey.app.checks import SAMPLED_MODE, digest_rewards, digest_tasks, unused_by_greedy
 from covey.app.compose import CommandLine, compose_command, whole_number
 from covey.app.loaded_model import TASK_KEYS, compose_for
 from covey.app.models import make_engine
@@ -164,12 +164,8 @@ def _unused_settings(plans: Sequence[PlannedEval], args: CommandLine) -> list[st
     if any(job.spec.mode == "sampled" for plan in plans for job in plan.jobs):
         return []
     given = dict.fromkeys(word.partition("=")[0] for word in args.settings if word != "eval.n=1")
-    modes = plans[0].prepared.config.eval.modes
-    return [
-        f"{key} has no effect with eval.modes=[{','.join(modes)}]: it is for the mode sampled"
-        for key in given
-        if key in ("eval.n", "eval.temperature", "eval.top_p", "eval.top_k", "eval.min_p")
-    ]
+    names = [key.removeprefix("eval.") for key in given if key in {f"eval.{name}" for name in SAMPLED_MODE}]
+    return unused_by_greedy(names, plans[0].prepared.config.eval.modes)
 
 
 def _ambiguous_files(plan: PlannedEval, plans: Sequence[PlannedEval]) -> str | None:
